@@ -18,95 +18,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.house_tables import LAYERS, PACKAGES
+
 ROOT = Path(__file__).resolve().parent.parent
 FILE_LINES = 500
 FUNCTION_LINES = 60
 EVENT_NAME = re.compile(r"[a-z]+\.[a-z]+(_[a-z]+)*")  # subject.verb
 
-# Layer (a folder, or a top-level file, of peerd) -> what of peerd it may import besides itself.
-LAYERS = {
-    "core": set(),
-    "machine": {"core"},
-    "signals": set(),
-    "net": {"core", "machine", "signals"},
-    "service": {"core", "contents", "machine", "net", "signals"},
-    "local_code": {"core"},
-    "contents": {"core", "local_code"},
-    "compute": {"core", "contents", "local_code"},
-    "screen": {"core"},
-    "log": {"core", "screen"},
-    "home": {"core"},
-    "devices": {"core"},
-    "typed_yaml": {"core", "log"},
-    "config": {"core", "contents", "typed_yaml"},
-    "role": {"core", "net", "service", "log"},
-    "training": {"core", "machine", "service", "compute", "role", "log", "signals"},
-    "library": {"core", "net", "compute", "control", "training", "config", "daemon", "home", "launch", "log", "role"},
-    "registry": {"core", "local_code", "log", "role"},
-    "control": {"core", "machine", "net", "service", "home", "log"},
-    "commands": {
-        *("core", "machine", "net", "service", "compute", "config", "control", "home", "log", "registry", "screen"),
-        "typed_yaml",
-    },
-    "demo": {"core", "compute", "config", "control", "commands", "home", "screen", "service"},
-    "daemon": {
-        *("core", "contents", "net", "service", "compute", "control", "commands", "devices", "home", "log"),
-        *("registry", "role"),
-    },
-    "launch": {"core", "net", "service", "control", "daemon", "home", "log", "role"},
-    "cli": {
-        *("core", "compute", "config", "control", "commands", "daemon", "demo", "home", "launch", "log"),
-        *("registry", "role"),
-    },
-    "sim": {"core", "machine", "net", "service", "log", "role", "commands", "daemon", "home", "registry"},
-    "__main__": {"cli"},
-    "__init__": {"core", "library"},
-}
-# Package -> the packages of its own layer that it may import besides itself.
-PACKAGES = {
-    "core/experts": {"core", "core/run"},
-    "core/messages": {"core", "core/experts", "core/run"},
-    "core/model": {"core", "core/experts", "core/run"},
-    "core/protobuf": {"core"},
-    "core/run": {"core"},
-    "machine": {"machine/connectivity"},
-    "machine/batch": {"machine/swarm"},
-    "machine/conductor": {"machine/averaging", "machine/batch", "machine/swarm"},
-    "machine/connectivity": {"machine/budget", "machine/rate"},
-    "machine/dht": {"machine/budget", "machine/rate"},
-    "machine/experts": {"machine/rate"},
-    "machine/mux": {"machine", "machine/rate"},
-    "machine/pipeline": {"machine/rate"},
-    "machine/secure": {"machine"},
-    "machine/state": {"machine/rate"},
-    "machine/swarm": {"machine/averaging"},
-    "net/host": {"net", "net/link", "net/tcp"},
-    "net/link": {"net"},
-    "net/relay": {"net", "net/host", "net/link"},
-    "net/tcp": {"net"},
-    "service": {
-        *(
-            f"service/{name}"
-            for name in ("averaging", "conductor", "dht", "experts", "pipeline", "rpc", "state", "swarm")
-        ),
-    },
-    "service/averaging": {"service/conductor", "service/rpc"},
-    "service/conductor": {"service/rpc", "service/swarm"},
-    "service/dht": {"service/rpc"},
-    "service/experts": {"service/dht", "service/rpc"},
-    "service/pipeline": {"service/rpc"},
-    "service/state": {"service/rpc"},
-    "service/swarm": {"service/dht", "service/rpc"},
-    "compute/codec": {"compute", "compute/kernels"},
-    "compute/model": {"compute", "compute/codec"},
-    "compute/data": {"compute"},
-    "compute/experts": {"compute", "compute/codec", "compute/model"},
-    "compute/export": {"compute", "compute/data", "compute/model"},
-    "training/checkpoints": {"training/catchup"},
-    "training/stage": {"training/catchup", "training/checkpoints"},
-    "training/moe": {"training", "training/stage"},
-    "training/user_loop": {"training", "training/stage"},
-}
 FILES_IN_A_FOLDER = 15
 ROLE_IMPORTS = {"core", "machine", "service", "compute", "role", "training", "signals"}
 SANS_IO = {"trio", "torch", "socket", "time", "logging", "asyncio", "threading", "select", "secrets", "subprocess"}

@@ -59,7 +59,7 @@ def test_lines_that_nobody_states_are_measured_and_shares_become_right_by_themse
         before, began = _table1.Spent.now(peers), time.monotonic()
         for _ in range(14):
             for peer, found in zip(ids, ask(peers, do="line"), strict=True):
-                line = LineInfo("node", found["up"], found["down"], 2 * VALUES, "float32", [], 0, True, True)
+                line = LineInfo("node", found["up"], found["down"], 2 * VALUES, "float32", 0, True, True)
                 lines.tell(peer, 0, line)
             split = grouping.order(0, tuple(sorted(ids))).split
             shares = dict.fromkeys(ids, 0.25)

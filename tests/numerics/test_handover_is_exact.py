@@ -65,9 +65,13 @@ def killing(
 
     async def meanwhile(self: HandOver, call: Incoming[Pass], *args: Any) -> Any:
         step = call.body.ticket.step
-        if step >= FIRST_DEATH and all(p.role.position.step == step for p in peers) and due(self, call):
-            for peer in victims:
-                peer.kill()
+        if step >= FIRST_DEATH and due(self, call) and not victims[0].scope.cancel_called:
+            for peer in peers:
+                while peer.role.position.step < step:
+                    await peer.role.post.state.stepped.wait()
+            if all(p.role.position.step == step for p in peers):
+                for peer in victims:
+                    peer.kill()
         return await original(self, call, *args)
 
     monkeypatch.setattr(HandOver, method, meanwhile)

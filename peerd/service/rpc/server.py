@@ -241,6 +241,8 @@ class ServedStream:
         if message.id <= self._last_id:
             raise ProtocolViolation("call ids must rise")
         self._last_id = message.id
+        if not self._methods:  # our own call may come before the first method is served
+            self._methods = self._server.protocols.get(self._stream.protocol, self._methods)
         method = self._methods.get(message.name)
         if method is None:
             name = message.name.decode("ascii", "replace")

@@ -47,6 +47,15 @@ async def test_small_calls_share_one_stream_that_opens_once(autojump_clock: Cloc
         assert a_host.opened == ["/peerd/t/1"]
 
 
+async def test_a_call_to_oneself_before_anything_is_served_does_not_spoil_later_ones(autojump_clock: Clock) -> None:
+    async with fake_pair() as (pair, _, a_host, _):
+        with pytest.raises(Refused, match="no such method"):
+            await pair.a.call(a_host.id, "t/1/echo", Text("early"), Text, timeout_s=5.0)
+        pair.a.serve("t/1/echo", Text, echo)
+        answer = await pair.a.call(a_host.id, "t/1/echo", Text("later"), Text, timeout_s=5.0)
+        assert answer.body == Text("later")
+
+
 async def test_a_method_that_answers_with_frames_leaves_the_shared_stream(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, _, a_host, _):
         case = next(case for case in CASES if case.__name__.startswith("answers_with_frames"))
