@@ -15,6 +15,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -183,7 +184,9 @@ def _by_link(text: str, flags: Flags, given: tuple[bool | None, str | None, str 
 
 @app.command()
 def status(
-    swarm: Annotated[bool, typer.Option("--swarm", help="The swarm only, and who gave how much to it.")] = False,
+    swarm: Annotated[
+        bool, typer.Option("--swarm", help="The swarm only, its network, and who gave how much to it.")
+    ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until Ctrl+C.")] = False,
     as_json: AsJson = False,
     as_metrics: Annotated[bool, typer.Option("--metrics", help="Figures as Prometheus reads them.")] = False,
@@ -451,9 +454,9 @@ def invoke(argv: list[str]) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        where = f" at {error.filename}" if error.filename else ""
+        what = f": {error.filename} can't be written" if error.filename else ""
         remedy = "make room in the data directory, or give another --data-dir"
-        sys.stderr.write(f"peerd: the disk is full{where}; {remedy}\n")
+        sys.stderr.write(f"peerd: the disk is full{what}; {remedy}\n")
         return 1
     return 0
 
@@ -475,4 +478,14 @@ def main() -> None:
         from peerd.demo import tether
 
         tether.tie()
-    sys.exit(invoke(sys.argv[1:]))
+    _end(invoke(sys.argv[1:]))
+
+
+def _end(code: int) -> NoReturn:
+    """Exit; at once where a worker still computes, for torch aborts a process that unloads it meanwhile."""
+    if any(thread.name.startswith("peerd ") for thread in threading.enumerate()):
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)

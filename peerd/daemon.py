@@ -193,6 +193,8 @@ class Daemon:
         await services.start(keep.run, "directory", functools.partial(self.dht.run, bootstrap))
         if any(held.cls.needs_run for held in self._held):
             await services.start(keep.run, "company", self.company.run)
+        if self._services is not None:
+            services.start_soon(keep.run_plain, "link watch", self._services.link_watch.run)
         await services.start(keep.run, "status", board.run)
         if socket.SUPPORTED:
             serve = functools.partial(socket.serve, socket_path(self._home), functools.partial(self._snapshot, board))

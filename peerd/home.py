@@ -130,7 +130,7 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o600) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with _named(path), os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -147,6 +147,16 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o600) -> None:
 
 
 @contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of an open file with its path, for messages: the system gives one only where a file is opened."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextlib.contextmanager
 def locked(data_dir: Path) -> Iterator[None]:
     """Hold the data directory for this process; ConfigError when another daemon has it."""
     with _open_lock(data_dir / "lock") as file:
@@ -158,15 +168,15 @@ def locked(data_dir: Path) -> Iterator[None]:
                 f"the data directory {data_dir} is in use by {who}; stop that daemon, or give this one another "
                 "--data-dir"
             )
-        file.truncate(0)
-        file.write(str(os.getpid()).encode())
-        file.flush()
+        with _named(data_dir / "lock"):
+            file.truncate(0)
+            file.write(str(os.getpid()).encode())
         yield
 
 
 def _open_lock(path: Path) -> IO[bytes]:
     try:
-        return path.open("a+b")
+        return path.open("a+b", buffering=0)  # what a full disk refused would be tried again when it is closed
     except OSError as error:
         raise ConfigError(f"{path} can't be written: {error.strerror or error}") from error
 

@@ -127,6 +127,8 @@ class TrainerRole:
             nursery.start_soon(self._contributor.publish_now_and_then)
             nursery.start_soon(self._tally.run)
             nursery.start_soon(self._compare_again)
+            if self.replica is None:  # else it compares
+                nursery.start_soon(self._services.keep_comparing)
             task_status.started()
             await self._contributor.follow()
             await self._finish()
@@ -179,8 +181,9 @@ class TrainerRole:
 
     def _waits_for(self) -> str | None:
         reason = "the first samples" if self._contributor.answer is None else None
-        waits = self._contributor.waits_for or self._pipeline.waits_for or self._data_problem
-        return self._preparing or waits or reason
+        told = dict.fromkeys([self._contributor.waits_for, self._pipeline.waits_for])
+        waits = "; ".join(text for text in told if text)  # what is begun and not done may fail for the other's reason
+        return self._preparing or waits or self._data_problem or reason
 
     # --- samples ----------------------------------------------------------------------------------------------
 

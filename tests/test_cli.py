@@ -74,3 +74,39 @@ def test_a_bug_leaves_one_line_and_a_file_with_the_details() -> None:
 def test_python_m_peerd_is_the_peerd_command() -> None:
     ended = subprocess.run([sys.executable, "-m", "peerd", "--version"], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (0, f"peerd {__version__}\n")
+
+
+LEAVES_A_JOB = """
+import atexit, functools, threading, trio
+import peerd.cli as cli
+from peerd.compute import worker
+
+worker.CLOSE_TIMEOUT_S = 0
+atexit.register(print, "unloads torch")
+
+async def leave() -> None:
+    token, begun = trio.lowlevel.current_trio_token(), trio.Event()
+
+    def job() -> None:
+        token.run_sync_soon(begun.set)
+        threading.Event().wait()
+
+    async with worker.DeviceWorker() as device, trio.open_nursery() as nursery:
+        nursery.start_soon(functools.partial(device.run, job, name="long"))
+        await begun.wait()
+        nursery.cancel_scope.cancel()
+
+def invoke(argv: list[str]) -> int:
+    trio.run(leave)
+    print("last words")
+    return 2
+
+cli.invoke = invoke
+cli.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_does_not_end_changes_neither_the_exit_code_nor_the_last_words() -> None:
+    ended = subprocess.run([sys.executable, "-c", LEAVES_A_JOB], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "last words\n", "")

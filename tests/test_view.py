@@ -103,6 +103,8 @@ def test_the_next_step_is_foretold(seconds: float, words: str) -> None:
     text = " ".join(shown(snapshot(roles=[role], swarm=swarm)).split())
     assert text.count(f"next step {words}") == 2
     assert f"next step {words}" in " ".join(plain_text(render_swarm(swarm)).split())
+    still = swarm | {"standstill": {"why": "stage 1 has no peers", "for_s": 40.0}}
+    assert "next step" not in plain_text(render_swarm(still)), "what stands still has no next step"
 
 
 def test_each_post_of_a_role_has_a_row() -> None:

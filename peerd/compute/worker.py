@@ -197,10 +197,18 @@ class DeviceWorker:
             token.run_sync_soon(event.set)
 
 
+class Timed:
+    """A job's result that says how many seconds the job took."""
+
+    __slots__ = ()
+    seconds: float
+
+
 class InlineWorker:
     """A `peerd.core.work.Worker` for the virtual clock: computes on the loop, then lets `cost_s * slowness` pass.
 
-    The next job starts when the cost of the one before has passed, as on a real device.
+    The next job starts when the cost of the one before has passed, as on a real device. Results that say how long it
+    took say the virtual time.
     """
 
     def __init__(self, *, slowness: float = 1.0) -> None:
@@ -213,6 +221,8 @@ class InlineWorker:
         async with self._turn.taken(_URGENT if urgent else _ORDINARY):
             result = outcome.capture(job)
             cost_s *= self.slowness
+            if isinstance(result, outcome.Value) and isinstance(result.value, Timed):
+                result.value.seconds = cost_s
             self._turn.free_at = finished_at = trio.current_time() + cost_s
             self.busy_s += cost_s
             self.jobs_done += 1

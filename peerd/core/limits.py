@@ -134,11 +134,20 @@ FORESEEABLE_S: Final = 86_400.0  # how far ahead a step's end is foretold: what 
 AVERAGE_PARTS: Final = 1 << 20  # of one round: some hundred bytes of bookkeeping each
 AVERAGE_ROUNDS: Final = 12  # of one attempt: halves of as many members as a stage may have
 AVERAGE_PART_BYTES: Final = 4 << 20  # of one part, before it is coded: what a run file may ask for
-LINE_PAIRS: Final = 64  # limited pairs that one peer may tell of
+LINE_PAIRS: Final = 64  # limited pairs of a swarm that count, the narrowest; a linear programme has a row for each
+LINE_PAIRS_GROUP: Final = 64  # members of a round in which they count: the programme is solved in well under a second
 CALLED_TRAINERS: Final = 64  # trainers dialed by a stage peer that nobody can dial
 LINE_BYTES_PER_S: Final = 125e9  # 1 Tb/s: what anyone says beyond is taken as this
 LINE_S_PER_BYTE: Final = 1e-3  # of a round, over its vector: slower ones are not sent evenly
 LINE_BYTES_PER_S_MIN: Final = 1e3  # a line that trains nothing; what anyone says below is taken as this
+
+# --- the network between peers ---------------------------------------------------------------------------------
+NETWORK_PEERS: Final = 256  # peers that one peer keeps figures of: more than half of the links that it may hold
+NETWORK_REPORT_PAIRS: Final = 64  # pairs in one report: 6 KiB every half minute
+NETWORK_FIGURES: Final = 1 << 16  # told figures of pairs that a conductor keeps: some 450 bytes each
+NETWORK_PART_PAIRS: Final = 512  # pairs in one answer with a part of the conductor's map: 100 KiB at most
+NETWORK_RTT_S: Final = 60.0  # a round trip; no link lives that answers later
+NETWORK_AGE_S: Final = 86_400.0  # of a figure; older ones are not told
 
 # --- transport: hand-shake and negotiation ---------------------------------------------------------------------
 PROTOCOL_BYTES: Final = 256  # protocol names seen in libp2p are below 100 bytes

@@ -254,7 +254,8 @@ class ExpertStory(Story):
             self.scene.say(self.now_s, text)
 
     def report(self) -> str:
-        found = ExpertReport.of(self.scene, self._children, self.kill_step)
+        commands = outcome.commands(self._children.folder, self._run)
+        found = ExpertReport.of(self.scene, self._children, self.kill_step, commands)
         return found.as_json() if self._wish.as_json else "\n" + found.text()
 
 

@@ -18,7 +18,7 @@ from peerd.config import load_run
 from peerd.core.errors import ConfigError
 from peerd.core.experts.grid import grid_of
 from peerd.core.run.runfile import RunFile
-from peerd.home import make_private_dir
+from peerd.home import make_private_dir, write_atomically
 
 _FILES = {"stages": "tiny.yaml", "moe": "moe.yaml"}
 _HOSTS_OF_ALL = 3  # of the demo's hosts together have room for all experts: so one can be lost
@@ -67,7 +67,7 @@ def prepare(wish: DemoWish) -> tuple[Path, RunFile]:
     if any(folder.glob("*/identity.key")):
         raise ConfigError(f"{folder} holds an earlier demo; give an empty folder")
     file = folder / "run.yaml"
-    file.write_text(yaml.safe_dump(msgspec.to_builtins(run), sort_keys=False), "utf-8")
+    write_atomically(file, yaml.safe_dump(msgspec.to_builtins(run), sort_keys=False).encode())
     return folder, load_run(file).run
 
 

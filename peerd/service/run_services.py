@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from peerd.core.messages.swarm import Grant
 from peerd.core.run.runfile import BYTES_PER_MBIT, RunFile, fingerprint, shared_text, sources_of
 from peerd.core.work import Worker
 from peerd.machine.connectivity import path_selection
+from peerd.machine.pipeline.route_policy import RoutePolicy
 from peerd.machine.pipeline.routes import Route
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.net.host.host import Host
@@ -31,6 +33,7 @@ from peerd.service.conductor.orders import ConductingConfig
 from peerd.service.conductor.placing import Placing
 from peerd.service.conductor.rivals import Rivals
 from peerd.service.dht.dht import Dht
+from peerd.service.network.link_watch import LinkWatch
 from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.schedule import Pipeline
 from peerd.service.pipeline.stage_calls import StageCalls
@@ -47,6 +50,9 @@ if TYPE_CHECKING:
     from peerd.service.experts.expert_directory import ExpertDirectory
 
 
+_LEAST_GAIN: Final = 0.01  # share of the throughput that moves by load must win,
+_LARGE_GAIN: Final = 0.25  # and where the network counts as well, which may want stages to be unequal
+_COMPARED_AGAIN_S: Final = 5.0  # between looks whether the conductor refuses us for our settings
 _PROBE_S: Final = 8.0  # for a dial, over a relay if need be, and an echo behind what a full line carries
 
 
@@ -66,12 +72,22 @@ def _listed(told: Sequence[str]) -> str:
 
 
 class RunServices:
-    """See the module's header. Building it starts nothing. `route`: of this process's trainer; None: any peers."""
+    """See the module's header. Building it starts nothing. `route`: of this process's trainer; None: any peers.
+    `policy`: how it chooses among these in direct hand-over, where not by flow.
+    """
 
     def __init__(
-        self, run: RunFile, host: Host, rpc: Rpc, dht: Dht, clock: Clock, *, route: Route | None = None
+        self,
+        run: RunFile,
+        host: Host,
+        rpc: Rpc,
+        dht: Dht,
+        clock: Clock,
+        *,
+        route: Route | None = None,
+        policy: RoutePolicy | None = None,
     ) -> None:
-        self.run, self.route = run, route
+        self.run, self.route, self._policy = run, route, policy
         self.fingerprint = fingerprint(run)
         self.clock = clock
         self._host, self._rpc, self._dht = host, rpc, dht
@@ -107,6 +123,18 @@ class RunServices:
             told = differences(shared_text(self.run), most, named_files(self.run))
             raise ConfigError(f"run {self.run.run!r} is on its way with other settings:{_listed(told)}")
         return bool(found)
+
+    async def keep_comparing(self) -> None:
+        """Compare our settings again, until a conductor has answered us; ConfigError names all that differs.
+
+        For peers that start together: each compared before the other served. Only whom a conductor refuses for the run
+        file looks again, so that a stranger's settings never end the peer that conducts.
+        """
+        while not self.following.answered:
+            await trio.sleep(_COMPARED_AGAIN_S)
+            if self.following.differs:
+                with suppress(RemoteError):
+                    await self.agrees()
 
     async def _compare(self) -> None:
         await self.agrees()
@@ -171,6 +199,11 @@ class RunServices:
         )
 
     @cached_property
+    def link_watch(self) -> LinkWatch:
+        """The watch on this peer's links, for the conductor's map of the network; run once in a process."""
+        return LinkWatch(self.fingerprint, (self._host, self._rpc), self.clock, self.following, self.carries)
+
+    @cached_property
     def experts(self) -> ExpertDirectory:
         """Who hosts which experts, in a run that has them; kept fresh while somebody runs it."""
         from peerd.service.experts.expert_directory import ExpertDirectory
@@ -187,7 +220,9 @@ class RunServices:
         """For a trainer: calls to the stages. `grant_of`: the grant for a microbatch of ours, by its number."""
         papers = TrainerPapers(self._host.id.text, grant_of, self._host.sign)
         direct = self.run.pipeline.handover == "direct" and self.run.pipeline.stages > 1
-        return (DirectPipeline if direct else Pipeline)(self.run, self._rpc, self.clock, self, papers, self.route)
+        if direct:
+            return DirectPipeline(self.run, self._rpc, self.clock, self, papers, self.route, self._policy)
+        return Pipeline(self.run, self._rpc, self.clock, self, papers, self.route)
 
     def linked(self, peer: PeerId) -> bool:
         """True when calls get through to `peer` though it cannot be dialed; a replica is called by its own trainer."""
@@ -216,7 +251,7 @@ class RunServices:
 
     @cached_property
     def calls(self) -> StageCalls:
-        """The dispatch of `stage/3` calls to this peer's posts."""
+        """The dispatch of `stage/4` calls to this peer's posts."""
         return StageCalls(self._rpc, self.fingerprint, lambda: self.following.conductor)
 
     @cached_property
@@ -286,6 +321,8 @@ class RunServices:
             total_steps=run.optimizer.total_steps,
             own_pace=False if run.experts is not None else None,  # trainers wait for experts, not for their machines
             group_size=run.averaging.group_size,
+            moves=run.pipeline.placement != "fixed" and run.pipeline.stages > 1,
+            least_gain=_LARGE_GAIN if run.pipeline.placement == "network" else _LEAST_GAIN,
             forsake_s=3.0,
             forsake_unseen_s=20.0,
             forsake_most_s=600.0,

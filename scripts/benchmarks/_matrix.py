@@ -131,10 +131,10 @@ class Swarm:
         found = self.members[caller].ask(do="chats", peer=self.members[called].peer)["chats"]
         return [(began, took, error) for began, took, error in found if began >= since_s]
 
-    def way_within(self, one: str, other: str, way: str, most_s: float) -> bool:
-        """True when the best link of one to the other is of this kind by then."""
+    def way_within(self, one: str, other: str, ways: Container[str], most_s: float) -> bool:
+        """True when the best link of one to the other is of one of these kinds by then."""
         there = self.members[other].peer
-        return eventually(lambda: self.members[one].where()["ways"].get(there) == way, most_s)
+        return eventually(lambda: self.members[one].where()["ways"].get(there) in ways, most_s)
 
     def meet(self, pairs: Sequence[tuple[str, str, str]]) -> list[Meeting]:
         """These pairs (caller, called, best way) meet at once."""

@@ -3,10 +3,11 @@
 Thirty-two hours of a pipeline whose peers come and go at random, in seeded traces: as in the paper the rate is the
 same for all sizes, 7.5 departures and as many arrivals an hour, one by one, or in bursts of four or ten. Every trace
 is run with peers that join a random stage and stay, with SWARM's Algorithm 2 every 300 and every 60 s, and with our
-rule. Throughput is that of the weakest stage; the best possible has the same peers divided as evenly as can be at
-every moment. Whoever joins or moves serves nothing for a minute, in which it fetches its stage's state. For Algorithm
-2 queues are those of a pipeline with four microbatches under way for each peer: stages below their capacity have the
-mean queue of their use, the weakest have the rest, each peer's with the spread of a Poisson process.
+rule as the conductor has it, which looks at the end of each step, here every STEP_S. Throughput is that of the weakest
+stage; the best possible has the same peers divided as evenly as can be at every moment. Whoever joins or moves serves
+nothing for a minute, in which it fetches its stage's state. For Algorithm 2 queues are those of a pipeline with four
+microbatches under way for each peer: stages below their capacity have the mean queue of their use, the weakest have the
+rest, each peer's with the spread of a Poisson process.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Final, Protocol
 
 from benchmarks._report import Figure, Report
 from peerd.machine.rebalance.loads import PeerLoad, Transfer
+from peerd.machine.rebalance.ordered_moves import OrderedMoves, PostView
 from peerd.machine.rebalance.queue_rule import QueueRule
 from peerd.machine.rebalance.rebalancer import RebalanceConfig, Rebalancer
 
@@ -26,6 +28,7 @@ HOUR_S: Final = 3600.0
 HOURS: Final = 32
 PER_HOUR: Final = 7.5  # departures, and arrivals, of swarms of any size: 60 peers stay eight hours, the mean
 MOVE_S: Final = 60.0
+STEP_S: Final = 30.0
 UNDER_WAY: Final = 4  # microbatches, for each peer
 RULES: Final = ("none", "algorithm2_300", "algorithm2_60", "ours")
 
@@ -115,11 +118,37 @@ class Stays:
         return self._rng.randrange(self._stages)
 
 
+class Ordered:
+    """Our rule with all that the conductor puts around it."""
+
+    def __init__(self, stages: int) -> None:
+        config = RebalanceConfig((1.0,) * stages)
+        self._moves, self._joins = OrderedMoves(config), Rebalancer(config)
+        self._next = 0.0  # the first step's end that has anything new
+
+    def due(self, now: float) -> float:
+        """The end of a step at which there is anything new."""
+        return self._next
+
+    def look(self, now: float, loads: Sequence[PeerLoad]) -> list[Transfer]:
+        if now % STEP_S:  # something happens in the midst of a step
+            self._next = min(self._next, (now // STEP_S + 1) * STEP_S)
+            return []
+        self._next = now + 10 * STEP_S  # rests may have ended
+        moves = self._moves.look(now, [PostView(one.peer, one.stage, not one.stays, one.rate) for one in loads])
+        if (due := self._moves.due(now)) < self._next:
+            self._next = max(1.0, -(-due // STEP_S) - now // STEP_S) * STEP_S + now
+        return moves
+
+    def join(self, loads: Sequence[PeerLoad]) -> int:
+        return self._joins.join(loads)
+
+
 def rule_of(name: str, stages: int, rng: random.Random) -> Rule:
     if name == "none":
         return Stays(stages, rng)
     if name == "ours":
-        return Rebalancer(RebalanceConfig((1.0,) * stages))
+        return Ordered(stages)
     return QueueRule(stages, float(name.rpartition("_")[2]))
 
 

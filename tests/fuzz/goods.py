@@ -13,6 +13,7 @@ from peerd.compute.model.served_stage import ServedStage
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key
 from peerd.core.messages.encoding import Empty, encode
+from peerd.core.messages.network import MappedPair, NetworkMapAsk, NetworkPart, NetworkReport, PairFigures
 from peerd.core.messages.progress import StageProgress, TrainerProgress, progress_key, stage_key
 from peerd.core.messages.proof import grant
 from peerd.core.messages.state import StateItem, StateLayout, piece_digest
@@ -36,12 +37,13 @@ from peerd.core.messages.swarm import (
     MembersListed,
     MemberSync,
     Moved,
-    PairLimit,
     Party,
     Position,
+    PostLoad,
     Prepare,
     Prepared,
     Receipt,
+    Relocate,
     Restore,
     Seqs,
     StageBackward,
@@ -99,38 +101,39 @@ def _report(**changes: object) -> MemberSync:
         term=1,
         seen=0,
         wait_s=0.5,
-        line=LineInfo("node", 1e6, 1e6, 1000, "float32", [PairLimit(HOST.text, 1e5)]),
+        line=LineInfo("node", 1e6, 1e6, 1000, "float32"),
+        load=PostLoad(2.0, 0.5, 3.0, True),
     )
     return msgspec.structs.replace(good, **changes)
 
 
-MEMBER = Good("swarm/3/member", _report())
-HELPER = Good("swarm/3/member", _report(held=None, line=LineInfo("aux", 1e6, 1e6)))
-OF_STAGE_1 = Good("swarm/3/member", _report(stage=1))
+MEMBER = Good("swarm/4/member", _report())
+HELPER = Good("swarm/4/member", _report(held=None, line=LineInfo("aux", 1e6, 1e6)))
+OF_STAGE_1 = Good("swarm/4/member", _report(stage=1))
 WISH = TrainerSync(MARK, 1, 0, Seqs.of([SEQ, SEQ + 1]), [], 0, 0, 0.5)
-TRAINER = Good("swarm/3/trainer", WISH)
+TRAINER = Good("swarm/4/trainer", WISH)
 DONE = Good(
-    "swarm/3/trainer",
+    "swarm/4/trainer",
     msgspec.structs.replace(WISH, done=[Done(SEQ, [HOST.text, MATE.text], [Receipt(1, bytes(64)), None])]),
 )
-LEAVE, WHO_CONDUCTS = Good("swarm/3/leave", Leave(MARK)), Good("swarm/3/who", WhoConducts(MARK))
-LIST_MEMBERS = Good("swarm/3/members", ListMembers(MARK))
+LEAVE, WHO_CONDUCTS = Good("swarm/4/leave", Leave(MARK)), Good("swarm/4/who", WhoConducts(MARK))
+LIST_MEMBERS = Good("swarm/4/members", ListMembers(MARK))
 GRANT = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, SELF.text, Seqs.of([SEQ, SEQ + 1])))
-FORWARD = Good("stage/3/forward", StageForward(MARK, 0, 0), tuple(microbatch(1)[:1]))
-LOSS = Good("stage/3/loss", StageLoss(MARK, 0), tuple(microbatch(1)))
-BACKWARD = Good("stage/3/backward", StageBackward(MARK, 0, 0, SEQ, grant=GRANT), tuple(microbatch(1)))
+FORWARD = Good("stage/4/forward", StageForward(MARK, 0, 0), tuple(microbatch(1)[:1]))
+LOSS = Good("stage/4/loss", StageLoss(MARK, 0), tuple(microbatch(1)))
+BACKWARD = Good("stage/4/backward", StageBackward(MARK, 0, 0, SEQ, grant=GRANT), tuple(microbatch(1)))
 _GROUP = sorted([HOST.text, SELF.text])
 ORDER = Prepare(MARK, 1, 0, ATTEMPT, b"next", _GROUP, Mbs(), 4, 30.0)
 SPLIT = [Party(_GROUP[0], "node", 0.5), Party(_GROUP[1], "node", 0.5)]
-PREPARE = Good("stage/3/prepare", ORDER)
-PREPARE_ALONE = Good("stage/3/prepare", msgspec.structs.replace(ORDER, group=[HOST.text]))
+PREPARE = Good("stage/4/prepare", ORDER)
+PREPARE_ALONE = Good("stage/4/prepare", msgspec.structs.replace(ORDER, group=[HOST.text]))
 PREPARE_SPLIT = Good(
-    "stage/3/prepare", msgspec.structs.replace(ORDER, split=SPLIT, part_bytes=4096, elements=ELEMENTS, dtype="float32")
+    "stage/4/prepare", msgspec.structs.replace(ORDER, split=SPLIT, part_bytes=4096, elements=ELEMENTS, dtype="float32")
 )
 GRID = GridRound(_GROUP, [], 0, 1, SPLIT, 4096)
-PREPARE_GRID = Good("stage/3/prepare", msgspec.structs.replace(ORDER, rounds=[GRID, GRID]))
-COMMIT = Good("stage/3/commit", Commit(MARK, 1, Position(1, b"next"), 0))
-RESTORE = Good("stage/3/restore", Restore(MARK, 1, START, 0))
+PREPARE_GRID = Good("stage/4/prepare", msgspec.structs.replace(ORDER, rounds=[GRID, GRID]))
+COMMIT = Good("stage/4/commit", Commit(MARK, 1, Position(1, b"next"), 0))
+RESTORE = Good("stage/4/restore", Restore(MARK, 1, START, 0))
 _HELLO = dht.HelloMessage([b"\x04\x0a\0\0\x09\x06\x0f\xa1"], EPOCH_S + 10)
 
 
@@ -193,15 +196,21 @@ REPLIES = [
     StateManifest(Position(1, b"next"), bytes(32), bytes(32)),
     Empty(),
 ]
-SWARM = [MEMBER, HELPER, OF_STAGE_1, TRAINER, DONE, LEAVE, LIST_MEMBERS, WHO_CONDUCTS]
+NETWORK = [
+    Good("network/1/report", NetworkReport(MARK, [PairFigures(HOST.text, 0.02, 1e6, 2e6, 5.0, 9.0, True, True)])),
+    Good("network/1/map", NetworkMapAsk(MARK)),
+    Good("network/1/map", NetworkMapAsk(MARK, HOST.text, MATE.text)),
+]
+SWARM = [MEMBER, HELPER, OF_STAGE_1, TRAINER, DONE, LEAVE, LIST_MEMBERS, WHO_CONDUCTS, *NETWORK]
 STAGE = [FORWARD, LOSS, BACKWARD]
-ORDERS = [PREPARE, PREPARE_ALONE, PREPARE_SPLIT, PREPARE_GRID, COMMIT, RESTORE]
+RELOCATE = Good("stage/4/relocate", Relocate(MARK, 1, 0, 1, "stage 1 does 1 microbatch a second"))
+ORDERS = [PREPARE, PREPARE_ALONE, PREPARE_SPLIT, PREPARE_GRID, COMMIT, RESTORE, RELOCATE]
 # What is asked of the last stage, where the host's is not: for its mate.
 _HIDDEN = TensorFrame("float32", (2, 16, 16), np.linspace(-1, 1, 512, dtype="float32").tobytes())
 LAST = [
-    Good("stage/3/forward", StageForward(MARK, 1, None), (_HIDDEN,)),
-    Good("stage/3/loss", StageLoss(MARK, 1), (_HIDDEN, microbatch(1)[0])),
-    Good("stage/3/backward", StageBackward(MARK, 1, 0, SEQ, grant=GRANT), (_HIDDEN, microbatch(1)[0])),
+    Good("stage/4/forward", StageForward(MARK, 1, None), (_HIDDEN,)),
+    Good("stage/4/loss", StageLoss(MARK, 1), (_HIDDEN, microbatch(1)[0])),
+    Good("stage/4/backward", StageBackward(MARK, 1, 0, SEQ, grant=GRANT), (_HIDDEN, microbatch(1)[0])),
 ]
 
 
@@ -227,18 +236,20 @@ _SELF_READY = MemberInfo(SELF.text, 0, [], True, since=EPOCH_S + 1)
 _LIST = MemberNews(0, 1, [_SELF_READY, MemberInfo(MATE.text, 1, [], True, since=EPOCH_S + 2)], [], False)
 ANSWERS = [
     *(
-        Good("swarm/3/member", MemberAnswer(1, current, False, "", resend, 1, listed, Forecast(1.0, 2.0), lost))
+        Good("swarm/4/member", MemberAnswer(1, current, False, "", resend, 1, listed, Forecast(1.0, 2.0), lost))
         for current in (_NEXT, _NEXT, START, None)
         for resend, listed, lost in ((False, _LIST, False), (True, _LIST, False), (False, None, True))
     ),
-    Good("swarm/3/trainer", REPLIES[5]),
-    Good("swarm/3/who", Conducts(9)),
-    Good("swarm/3/leave", Empty()),
-    Good("swarm/3/members", MembersListed(_LIST, [0])),
-    Good("stage/3/prepare", REPLIES[0]),
-    Good("stage/3/prepare", REPLIES[1]),
-    Good("stage/3/commit", Moved(_NEXT)),
-    Good("stage/3/restore", Moved(START)),
+    Good("swarm/4/trainer", REPLIES[5]),
+    Good("swarm/4/who", Conducts(9)),
+    Good("swarm/4/leave", Empty()),
+    Good("swarm/4/members", MembersListed(_LIST, [0], [1.5, 0.25])),
+    Good("network/1/report", Empty()),
+    Good("network/1/map", NetworkPart([SELF.text, HOST.text], [MappedPair(0, 1, 0.02, 1e6, 1e6, 9.0)], 2, True)),
+    Good("stage/4/prepare", REPLIES[0]),
+    Good("stage/4/prepare", REPLIES[1]),
+    Good("stage/4/commit", Moved(_NEXT)),
+    Good("stage/4/restore", Moved(START)),
     Good("average/1/alive", AverageAlive(False)),
     Good("average/1/alive", AverageAlive(True)),
     *(replace(good, body=Empty()) for good in in_round(ATTEMPT) if good.frames),

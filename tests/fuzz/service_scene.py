@@ -122,9 +122,9 @@ class ServiceStage(Stage):
         forward = StageForward(MARK, 0, None)
         try:
             await self.asks.call(
-                self.host.id, "stage/3/forward", forward, StageAnswer, frames=input_frame, timeout_s=30
+                self.host.id, "stage/4/forward", forward, StageAnswer, frames=input_frame, timeout_s=30
             )
-            await self.asks.call(self.host.id, "swarm/3/who", WhoConducts(MARK), Conducts, timeout_s=30)
+            await self.asks.call(self.host.id, "swarm/4/who", WhoConducts(MARK), Conducts, timeout_s=30)
         except Refused as error:
             return "" if "does not conduct" in str(error) else f"an honest call is refused: {error}"
         except RemoteError as error:

@@ -97,10 +97,10 @@ class Batches:
                 if not torch.equal(book.setdefault(step, {}).setdefault(mb, tokens), tokens):
                     self._disputed.append(f"stage-mates had other samples of {mb} at step {step}")
 
-    def faults(self, per_step: int) -> list[str]:
+    def faults(self, per_step: int, steps: int = STEPS) -> list[str]:
         """Empty when every step had the whole batch, the same in all stages, and all that made it got the same bits."""
         faults = list(self._disputed)
-        for step in range(STEPS):
+        for step in range(steps):
             inputs, targets = self.inputs.get(step, {}), self.targets.get(step, {})
             if inputs.keys() != targets.keys():
                 faults.append(f"stages differ at step {step}")
@@ -120,11 +120,11 @@ def stepping(parameters: list[torch.nn.Parameter], o: OptimizerSection) -> Calla
     return lambda: lamb.step(values, [parameter.grad.numpy() for parameter in parameters], o.lr)
 
 
-def plain_torch(run: RunFile, batches: Batches) -> torch.nn.Module:
+def plain_torch(run: RunFile, batches: Batches, steps: int = STEPS) -> torch.nn.Module:
     """The same steps in one process."""
     model = whole_model(run)
     make_step = stepping(list(model.parameters()), run.optimizer)
-    for step in range(STEPS):
+    for step in range(steps):
         order = sorted(batches.inputs[step])
         tokens = torch.cat([batches.inputs[step][mb] for mb in order])
         targets = torch.cat([batches.targets[step][mb] for mb in order])
@@ -141,10 +141,10 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-def differences(run: RunFile, model: torch.nn.Module, stages: list[StageModule]) -> list[str]:
+def differences(run: RunFile, model: torch.nn.Module, stages: list[StageModule], steps: int = STEPS) -> list[str]:
     """Empty when the stages together have the model's parameters, to the tolerance of the run's dtype."""
     expected = dict(model.named_parameters())
-    found = [f"stage {stage.stage} made {stage.step} steps" for stage in stages if stage.step != STEPS]
+    found = [f"stage {stage.stage} made {stage.step} steps" for stage in stages if stage.step != steps]
     seen = set()
     for stage in stages:
         for name, value in stage.state().items():

@@ -24,12 +24,12 @@ ORGANIZER = Keypair.from_seed(b"organizer".ljust(32, b"."))
 STRANGER = Keypair.from_seed(b"stranger".ljust(32, b"."))
 NOW = int(EPOCH_S)
 SERVED = (
-    "stage/3/forward",
-    "stage/3/commit",
+    "stage/4/forward",
+    "stage/4/commit",
     "handover/1/pass",
     "handover/1/relay",
-    "swarm/3/member",
-    "swarm/3/trainer",
+    "swarm/4/member",
+    "swarm/4/trainer",
     "average/1/part",
     "other/1/ask",
 )

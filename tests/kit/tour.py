@@ -87,12 +87,17 @@ class Shell:
 
     def run(self, line: str, cwd: Path | None = None, patience_s: float = 90.0) -> Said:
         """Type one command and wait for its end."""
+        said = self.ask(line, cwd, patience_s)
+        print(f"$ {line}\n{said.text}[{said.code}]\n")
+        return said
+
+    def ask(self, line: str, cwd: Path | None = None, patience_s: float = 90.0) -> Said:
+        """As `run`, of what the tour itself asks again and again: not in the transcript, which people read."""
         popen = self._start(line, cwd, subprocess.PIPE)
         try:
             text = popen.communicate(timeout=patience_s)[0].decode("utf-8", "replace")
         finally:
             popen.kill()
-        print(f"$ {line}\n{text}[{popen.returncode}]\n")
         return Said(popen.returncode, text)
 
     def start(self, line: str, cwd: Path | None = None) -> Running:

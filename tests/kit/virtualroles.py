@@ -21,6 +21,7 @@ from peerd.core.run.runfile import (
 )
 from peerd.core.work import Worker
 from peerd.log import EventLog
+from peerd.machine.pipeline.route_policy import RoutePolicy
 from peerd.machine.pipeline.routes import Route
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
@@ -77,8 +78,11 @@ class Roles:
         network: Any = None,
         run: RunFile | None = None,
         route: Route | None = None,
+        policy: RoutePolicy | None = None,
     ) -> Any:
-        """A node's program. `run`: the run file as this peer has it, in place of everybody's; `route`: of a trainer."""
+        """A node's program. `run`: the run file as this peer has it, in place of everybody's; `route`, `policy`: of a
+        trainer.
+        """
         network, own = network or swarm(), run or self.run
 
         async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
@@ -92,11 +96,11 @@ class Roles:
                 await nursery.start(stand)
                 directory = self.directory / node.name
                 directory.mkdir(parents=True, exist_ok=True)
-                workers = {name: self.worker() for name in ("cpu", "files", "data", "coding")}
+                workers = {name: self.worker() for name in ("cpu", "files", "data", "coding", "planning")}
                 self.logs[node.name] = log = EventLog(node.clock)
                 ctx = RoleContext(
                     run=own,
-                    services=RunServices(own, node.host, node.rpc, node.dht, node.clock, route=route),
+                    services=RunServices(own, node.host, node.rpc, node.dht, node.clock, route=route, policy=policy),
                     host=node.host,
                     rpc=node.rpc,
                     dht=node.dht,
@@ -108,6 +112,8 @@ class Roles:
                     worker=workers.__getitem__,
                 )
                 self.live[node.name] = built = role(ctx)
+                if own.pipeline.placement == "network" and ctx.services is not None:
+                    nursery.start_soon(ctx.services.link_watch.run)
                 task_status.started()
                 try:
                     await built.run()

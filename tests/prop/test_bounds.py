@@ -30,7 +30,6 @@ from peerd.core.messages.swarm import (
     MemberAnswer,
     MemberInfo,
     MemberSync,
-    PairLimit,
     Party,
     Position,
     Prepare,
@@ -132,7 +131,9 @@ def test_what_a_member_reports_is_taken(microbatches: int, trainers: int, others
             seen=LAST_SEQ,
             wait_s=2.0,
             line=LineInfo(
-                "client", math.inf, math.inf, pairs=[PairLimit(name(n), 1.0) for n in range(limits.LINE_PAIRS)]
+                "client",
+                math.inf,
+                math.inf,
             ),
             early=Mbs.of(held),
             listed=LAST_SEQ,

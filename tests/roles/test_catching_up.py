@@ -9,12 +9,14 @@ import msgspec
 import pytest
 import trio
 
+from peerd.compute.model.footprint import spare_bytes
 from peerd.core.errors import Refused
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import StatePiece
 from peerd.core.run.runfile import AveragingSection, CheckpointSection, EvaluateSection, RunFile
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.state.snapshot import Giving
+from peerd.training.catchup import catch_up
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
@@ -58,6 +60,8 @@ def line(monkeypatch: pytest.MonkeyPatch) -> SlowLine:
         return await give(self, call)
 
     monkeypatch.setattr(Giving, "_give_piece", slow)
+    # Room for six totals, fewer than SPANNED: with three, a newcomer on a busy machine may come too late for one.
+    monkeypatch.setattr(catch_up, "spare_bytes", lambda run, state_bytes: 2 * spare_bytes(run, state_bytes))
     return line
 
 

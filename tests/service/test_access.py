@@ -77,7 +77,7 @@ def test_a_peer_without_a_token_of_its_own_is_refused_and_named_and_the_others_g
         a = await club.start(lambda peer: Papers(token(peer, number=1), [revoked(3, 7)]), run_file())
         b = await club.member(number=2)
         bad = await club.start(papers, run_file())
-        for method in ("other/1/ask", "stage/3/forward", "swarm/3/member"):
+        for method in ("other/1/ask", "stage/4/forward", "swarm/4/member"):
             told = await refused(bad, a, method)
             assert told.startswith("no valid token for run tiny: ")
             assert why in told
@@ -99,7 +99,7 @@ def test_calls_of_a_peer_that_shows_no_token_are_refused_whatever_they_are() -> 
     async def main(club: Club) -> None:
         a = await club.member()
         outsider = await club.start(lambda peer: Papers())
-        for method in ("stage/3/forward", "average/1/part", "other/1/ask"):
+        for method in ("stage/4/forward", "average/1/part", "other/1/ask"):
             assert "none was shown that counts now" in await refused(outsider, a, method)
         waits = outsider.dht.status()["waits_for"]  # shown to its user, who has a run file without `access`
         assert waits.startswith(f"bootstrap {a.node.full_addr}: it refuses us: no valid token for run tiny")
@@ -119,14 +119,14 @@ def test_calls_of_a_peer_that_shows_no_token_are_refused_whatever_they_are() -> 
 def test_a_token_is_good_for_its_roles_only() -> None:
     async def main(club: Club) -> None:
         stage, trainer = await club.member("stage", number=1), await club.member("trainer", number=2)
-        await trainer.ask(stage, "stage/3/forward")
-        await trainer.ask(stage, "swarm/3/trainer")
-        told = await refused(trainer, stage, "stage/3/commit")
-        assert "stage/3/commit is for stage; the token shown allows trainer" in told
-        assert "is for aux, stage;" in await refused(trainer, stage, "swarm/3/member")
+        await trainer.ask(stage, "stage/4/forward")
+        await trainer.ask(stage, "swarm/4/trainer")
+        told = await refused(trainer, stage, "stage/4/commit")
+        assert "stage/4/commit is for stage; the token shown allows trainer" in told
+        assert "is for aux, stage;" in await refused(trainer, stage, "swarm/4/member")
         assert "average/1/part is for aux, stage" in await refused(trainer, stage, "average/1/part")
-        with pytest.raises(Untrusted, match="stage/3/commit is served by stage; its token allows trainer"):
-            await stage.ask(trainer, "stage/3/commit")
+        with pytest.raises(Untrusted, match="stage/4/commit is served by stage; its token allows trainer"):
+            await stage.ask(trainer, "stage/4/commit")
         assert trainer.called == []
         await stage.ask(trainer)
 
@@ -169,7 +169,7 @@ def test_the_book_knows_who_has_shown_a_token_that_counts() -> None:
 def test_without_a_pipeline_a_trainer_is_the_one_stage_too() -> None:
     async def main(club: Club) -> None:
         a, b = [await club.member("trainer", number=n, run=run_file(stages=1)) for n in (1, 2)]
-        methods = ["stage/3/forward", "stage/3/commit", "swarm/3/member", "average/1/part"]
+        methods = ["stage/4/forward", "stage/4/commit", "swarm/4/member", "average/1/part"]
         for method in methods:
             await a.ask(b, method)
         assert b.called == [(a.id, method) for method in methods]
@@ -213,9 +213,9 @@ def test_the_organizers_own_peer_needs_no_token_and_publishes_the_list() -> None
     async def main(club: Club) -> None:
         a, b = await club.member(number=1), await club.member(number=2)
         organizer = await club.start(lambda peer: Papers(), run_file(), keypair=ORGANIZER)
-        for method in ("stage/3/commit", "stage/3/forward"):
+        for method in ("stage/4/commit", "stage/4/forward"):
             await organizer.ask(a, method)
-        await a.ask(organizer, "stage/3/forward")
+        await a.ask(organizer, "stage/4/forward")
         await b.ask(a)
         organizer.papers.lists.append(revoked(5, 2))
         await trio.sleep(60)  # what the README promises
@@ -274,7 +274,7 @@ def test_who_claims_in_the_directory_to_serve_counts_only_with_a_token_for_that(
         await mine.announce_arrival(now - 0.1, [1], takes=0)
         assert await mine.arrivals(now) == [Arrival(now - 0.1, a.id.text, (1,), 0)]
         with pytest.raises(RemoteError):
-            await a.ask(open_backbone, "stage/3/forward")
+            await a.ask(open_backbone, "stage/4/forward")
 
     in_club(main)
 

@@ -4,6 +4,7 @@ train together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from trio.testing import MockClock
 
 from peerd.contents import with_digests
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import DataSection, ModelSection, OptimizerSection, RunFile
+from peerd.core.run.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
+from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
 from tests.kit.world import home_line
@@ -32,14 +34,14 @@ def layers(run):
 """
 
 
-class Candidate(TrainerRole):
-    """A replica that keeps the reason for which it was refused."""
+class Refusable:
+    """A role that keeps the reason for which it was refused."""
 
     refusal = ""
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         try:
-            await super().run(task_status=task_status)
+            await super().run(task_status=task_status)  # type: ignore[misc]
         except* ConfigError as errors:
             first: BaseException = errors
             while isinstance(first, BaseExceptionGroup):
@@ -47,6 +49,14 @@ class Candidate(TrainerRole):
             self.refusal = str(first)
         if self.refusal:
             await trio.sleep_forever()
+
+
+class Candidate(Refusable, TrainerRole):
+    """A replica, or a pipeline's trainer."""
+
+
+class StageCandidate(Refusable, StageRole):
+    """A stage peer."""
 
 
 def paced(run: RunFile, folder: Path) -> Roles:
@@ -127,6 +137,39 @@ async def test_of_trainers_that_start_in_the_same_second_with_other_texts_one_sa
         (left,) = roles.of(Candidate)
         assert await world.until(lambda: left.status()["step"] > 0, within_s=60), roles.story()
         assert left.refusal == ""
+
+
+@pytest.mark.parametrize("kind", [Candidate, StageCandidate])
+async def test_a_peer_with_other_settings_that_starts_in_the_same_second_is_told_every_key_and_ends(
+    tmp_path: Path, autojump_clock: MockClock, kind: type[Refusable]
+) -> None:
+    """Neither serves yet when the other compares; only one of them can have the run: the one that conducts."""
+    run = virtual_run(
+        tmp_path,
+        (4000,),
+        model=ModelSection(d_model=8, heads=1, layers=2, context=8),
+        pipeline=PipelineSection(stages=2, microbatch=2),
+    )
+    other = msgspec.structs.replace(run, seed=7, optimizer=OptimizerSection(name="sgd"))
+    roles = Roles(run, tmp_path / "peers")
+    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
+        boot = await world.start("boot")
+        world.bootstrap.append(boot.full_addr)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(world.start, "one", program=roles.program(StageCandidate)))
+            nursery.start_soon(partial(world.start, "two", program=roles.program(kind, run=other)))
+        refused: Callable[[], list[str]] = lambda: [n for n, role in roles.live.items() if role.refusal]  # noqa: E731
+        assert await world.until(lambda: bool(refused()), within_s=30), roles.story()
+        await trio.sleep(30)
+        (name,) = refused()
+        (kept,) = {"one", "two"} - {name}
+        assert roles.live[kept].status()["conducts"]
+        told = roles.live[name].refusal
+        names = {"one": ("'adamw'", 5), "two": ("'sgd'", 7)}
+        (here, seed), (there, other_seed) = names.pop(name), *names.values()
+        assert told.startswith("run 'virtual' is on its way with other settings:")
+        assert f"optimizer.name is {here} here and {there} there" in told
+        assert f"seed is {seed} here and {other_seed} there" in told
 
 
 def tokenizers_at(folder: Path) -> tuple[RunFile, RunFile]:

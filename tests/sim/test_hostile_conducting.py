@@ -72,14 +72,14 @@ class Hostile:
                 "wait_s": 0.0,
             },
         }
-        return await self._say("swarm/3/member", MemberSync(**{**lies, **changes}), MemberAnswer)
+        return await self._say("swarm/4/member", MemberSync(**{**lies, **changes}), MemberAnswer)
 
     async def trainer(self, **changes: Any) -> TrainerAnswer | None:
         lies: dict[str, Any] = {
             **{"run": self.run, "term": 0, "step": 0, "open": Seqs(), "done": [], "seen": 0, "seen_members": 0},
             "wait_s": 0.0,
         }
-        return await self._say("swarm/3/trainer", TrainerSync(**{**lies, **changes}), TrainerAnswer)
+        return await self._say("swarm/4/trainer", TrainerSync(**{**lies, **changes}), TrainerAnswer)
 
     async def _say(self, method: str, body: msgspec.Struct, reply: type[Any]) -> Any:
         with suppress(RemoteError):
@@ -91,7 +91,7 @@ class Hostile:
             await trio.lowlevel.checkpoint()
             return Answer(Conducts(term))
 
-        self.node.rpc.serve("swarm/3/who", WhoConducts, who)
+        self.node.rpc.serve("swarm/4/who", WhoConducts, who)
 
 
 async def names_terms(hostile: Hostile) -> None:

@@ -91,6 +91,7 @@ async def test_a_newcomer_serves_the_stage_whose_peer_was_killed(
         await world.start("new", program=roles.program(StageRole))
         await goes_on(world, roles)
         assert serving(roles, stage) == ["new"]
+        assert "with the state of step" not in str(roles.live["new"].status()["waits_for"]), "the swarm came to it"
         warned = [event for event in events(roles, "conductor.noted") if event["level"] == "warn"]
         assert len(warned) == 1
         assert f"stage {stage} was lost with its last peer: the swarm goes back from step" in str(warned[0]["note"])

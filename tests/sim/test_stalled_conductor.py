@@ -17,7 +17,7 @@ from peerd.sim.world import World, WorldConfig
 from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
 from tests.kit.world import home_line
 
-STALLS, STALL_S = 4, 10.5  # a report is given up after ten seconds
+STALLS, STALL_S = 4, 14.0  # a report is given up after ten seconds, and another way is tried for three
 PATIENCE_S = 45.0  # for two steps; a microbatch that nobody finishes would hold them up for 120
 
 

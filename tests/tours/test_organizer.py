@@ -88,7 +88,7 @@ def wait_for_step(organizer: Shell, backbone: Running, step: int) -> None:
     """Until the swarm, as the backbone sees it, has made it."""
 
     def reached() -> bool:
-        told: dict[str, Any] = json.loads(organizer.run("peerd status --json --data-dir me").text)
+        told: dict[str, Any] = json.loads(organizer.ask("peerd status --json --data-dir me").text)
         return int(told["swarm"].get("step") or 0) >= step
 
     backbone.until(reached, f"step {step} was never made", patience_s=120)

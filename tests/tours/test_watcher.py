@@ -35,10 +35,11 @@ def test_a_watcher_sees_a_loss_its_reason_and_the_recovery(tmp_path: Path) -> No
         seen: list[str] = []
 
         def says_why() -> bool:
-            seen.append(watcher.run("peerd status --data-dir trainer").text)
+            seen.append(watcher.ask("peerd status --data-dir trainer").text)
             return "stands still" in seen[-1].splitlines()[0] and "stage 1 has no peers" in seen[-1].splitlines()[0]
 
         assert eventually(says_why, 60), seen[-1]
+        watcher.run("peerd status --data-dir trainer")
         still = told(watcher)
         assert still["swarm"]["samples_per_s"] == 0
         before = int(still["swarm"]["step"])
@@ -50,7 +51,7 @@ def test_a_watcher_sees_a_loss_its_reason_and_the_recovery(tmp_path: Path) -> No
 
 
 def told(watcher: Shell) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(watcher.run("peerd status --json --data-dir trainer").text)
+    found: dict[str, Any] = json.loads(watcher.ask("peerd status --json --data-dir trainer").text)
     return found
 
 
@@ -58,5 +59,5 @@ def step(watcher: Shell) -> int:
     """The run's step, as the trainer's daemon tells it."""
     if not (watcher.home / "trainer" / "events.jsonl").exists():
         return 0
-    said = watcher.run("peerd status --json --data-dir trainer")
+    said = watcher.ask("peerd status --json --data-dir trainer")
     return int(json.loads(said.text)["swarm"].get("step") or 0) if said.code == 0 else 0

@@ -73,11 +73,18 @@ def _microbatches(told: Any, role: Told) -> str:
         return f"{units.count(told)} microbatches"
     phrase = f"{units.count(told.get('counted', 0))} microbatches counted"
     if told.get("in_flight") and role.get("in_flight_why"):
-        phrase += f", {units.count(told['in_flight'])} under way: {role['in_flight_why']}"
+        why = f": {role['in_flight_why']}" if not role.get("waits_for") else ""
+        phrase += f", {units.count(told['in_flight'])} under way{why}"
     for key, words in (("redone", "done again"), ("requeued", "begun anew"), ("lost", "lost")):
         if told.get(key):
             phrase += f", {units.count(told[key])} {words}"
     return phrase
+
+
+def _next_step(value: Any, role: Told) -> str:
+    """Phrase on when the next step is due; none where it is overdue and the role says what it waits for."""
+    due_in_s = units.known(value)
+    return f"next step {units.soon(due_in_s)}" if due_in_s or (due_in_s == 0 and not role.get("waits_for")) else ""
 
 
 def _handover(told: Any, role: Told) -> str:
@@ -152,7 +159,7 @@ def _counted(words: str) -> Callable[[Any, Told], str]:
 _PHRASES: Final[Mapping[str, Callable[[Any, Told], str]]] = {
     "stage": lambda value, role: f"stage {value}" if isinstance(value, int) and value >= 0 else "no stage yet",
     "step": lambda value, role: f"step {units.count(value)}",
-    "next_step_in_s": lambda value, role: f"next step {units.soon(value)}" if units.known(value) is not None else "",
+    "next_step_in_s": _next_step,
     "loss": lambda value, role: f"loss {units.loss(value)}" if units.known(value) is not None else "",
     "valid_loss": _validation,
     "samples_per_s": _speed,
@@ -163,6 +170,8 @@ _PHRASES: Final[Mapping[str, Callable[[Any, Told], str]]] = {
     "microbatches": _microbatches,
     "in_flight_why": lambda value, role: "",
     "handover": _handover,
+    "busy": lambda value, role: f"busy {units.share(value)} of the time" if value else "",
+    "moves": lambda value, role: str(value),
     "relayed_bytes": lambda value, role: f"{units.size(value)} relayed between stage peers" if value else "",
     "experts": _experts,
     "coding": lambda value, role: ", ".join(f"{key} sent as {_code(code)}" for key, code in value.items()),

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import trio
 
+from peerd.commands.status.network_view import network_view
 from peerd.commands.status.run_pulse import GrowingShares, LossHistory, Presence, Pulse, Stillness
 from peerd.commands.status.swarm_view import FRESH_S, foretold_by, summary, swarm_view
 from peerd.core.clock import Clock
@@ -30,6 +31,7 @@ from peerd.service.rpc.rpc import Rpc
 from peerd.service.run_services import RunServices
 
 SWARM_PERIOD_S: Final = 2.0  # one look into the DHT per period at most, and only while someone asks
+NETWORK_PERIOD_S: Final = 10.0  # one look at the conductor's map of the network per period at most
 SWARM_RARELY_S: Final = 4.0  # while the end of a long step is far
 LOOK_WAIT_S: Final = 1.0  # how long a caller waits for a look, where there is none or an old one
 RATE_WINDOW_S: Final = 5.0
@@ -79,6 +81,8 @@ class StatusBoard:
         self._asked, self._seen = trio.Event(), trio.Event()
         self._swarm: Told = {}
         self._looked_at = float("-inf")
+        self._between: Told | None = None  # the network between the peers
+        self._between_at = float("-inf")
         self._pulse, self._presence = Pulse(), Presence()
         self._train, self._valid = LossHistory(), LossHistory()
         self._shares = {"samples": GrowingShares(), "brought": GrowingShares(), "bytes_aggregated": GrowingShares()}
@@ -269,7 +273,10 @@ class StatusBoard:
             await self._asked.wait()
             self._asked = trio.Event()
             found = await swarm_view(self._dht, run, self._rpc.gate, self._clock.wall())
-            self._note_swarm(found, self._clock.wall())
+            if self._services is not None and self._clock.now() - self._between_at >= NETWORK_PERIOD_S:
+                self._between = await network_view(self._services, found)
+                self._between_at = self._clock.now()
+            self._note_swarm(found | {"network": self._between}, self._clock.wall())
             self._seen.set()
             self._seen = trio.Event()
             await trio.sleep(SWARM_PERIOD_S)

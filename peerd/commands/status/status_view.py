@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peerd.commands.status import swarm_words
+from peerd.commands.status.network_words import network_parts
 from peerd.commands.status.role_words import details, parts_of
 from peerd.screen.units import brief, counted, duration, named, number, short, size
 
@@ -54,10 +55,12 @@ def swarm_of(snapshot: Snapshot) -> Snapshot:
 
 
 def render_swarm(swarm: Snapshot) -> RenderableType:
-    """A run: its step, the peers of its stages, and each peer's contribution."""
+    """A run: its step, the peers of its stages, the network between them, and each peer's contribution."""
     parts: list[RenderableType] = [*halt_line(swarm), swarm_line(swarm)]
     if swarm.get("stages"):
         parts.append(peers_table(swarm))
+    if network := network_parts(swarm.get("network"), swarm_words.names_of(swarm), swarm_words.peers_of(swarm)):
+        parts += [Text(""), *network]
     if swarm.get("contributions"):
         parts += [Text(""), contributions_table(swarm["contributions"])]
     return Group(*parts)

@@ -29,6 +29,12 @@ def names_of(swarm: Swarm) -> dict[str, str]:
     return {str(row.get("peer")): str(row["name"]) for row in rows if row.get("name")}
 
 
+def peers_of(swarm: Swarm) -> list[str]:
+    """Peers' ids, in the order of their rows."""
+    rows = [row for stage in swarm.get("stages") or [] for row in stage["peers"]]
+    return [str(row.get("peer")) for row in (*rows, *(swarm.get("trainers") or []))]
+
+
 def halt(swarm: Swarm, names: Mapping[str, str]) -> Text | None:
     """The reason that the run stands still, and for how long; None while it moves."""
     still = swarm.get("standstill")
@@ -61,7 +67,7 @@ def figures(swarm: Swarm) -> list[str]:
     if (part := own_share(swarm)) is not None:
         told.append(f"mine {units.share(part)}")
     told.append(units.counted(len(swarm.get("trainers") or []), "trainer"))
-    if units.known(swarm.get("next_step_in_s")) is not None:
+    if units.known(swarm.get("next_step_in_s")) is not None and not swarm.get("standstill"):
         told.append(f"next step {units.soon(swarm['next_step_in_s'])}")
     return told
 

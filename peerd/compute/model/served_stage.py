@@ -28,6 +28,7 @@ from peerd.compute.codec.powersgd import LowRank
 from peerd.compute.model.kept_graph import Graph
 from peerd.compute.model.stage_module import StageModule
 from peerd.compute.tensors import TORCH_DTYPES, dtype_name, raw_bytes, values_of
+from peerd.compute.worker import Timed
 from peerd.core.errors import PeerdError
 from peerd.core.frame import TensorFrame
 from peerd.core.limits import HELD_BATCHES, HELD_BATCHES_PER_TRAINER, HELD_PADDING_BYTES
@@ -51,7 +52,7 @@ class Stale(PeerdError):
 
 
 @dataclass(slots=True)
-class StageOutcome:
+class StageOutcome(Timed):
     """Result of a call. The answer is a tensor until somebody has coded it and put the frame in its place."""
 
     answer: Tensor | TensorFrame | None  # the output, or the input's gradient (none in the first stage)

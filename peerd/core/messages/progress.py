@@ -13,7 +13,7 @@ from typing import Annotated, Final
 import msgspec
 
 from peerd.core.ids import Key
-from peerd.core.limits import FORESEEABLE_S, JOINER_STAGES, KEPT_SETS, STAGES
+from peerd.core.limits import FORESEEABLE_S, JOINER_STAGES, KEPT_SETS, MICROBATCHES, STAGES
 from peerd.core.messages.encoding import Message, decode, encode
 from peerd.core.messages.swarm import AddrText, Moment, PeerText, Position, StageNumber
 from peerd.core.messages.token import TokenData
@@ -64,6 +64,8 @@ class StageProgress(Message, frozen=True):
     client: bool = False  # it can dial, and not be dialed
     # The other stages that this peer serves now: what it announced of any further one, earlier, is over.
     also: Annotated[list[StageNumber], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)
+    busy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # as in PostLoad
+    queue: Annotated[float, msgspec.Meta(ge=0, le=MICROBATCHES)] = 0.0  # likewise
 
 
 class Joiner(Message, frozen=True):

@@ -22,7 +22,6 @@ from peerd.core.limits import (
     FORESEEABLE_S,
     FRAME_ELEMENTS,
     LAST_STEP,
-    LINE_PAIRS,
     LINE_S_PER_BYTE,
     MEMBERS,
     MICROBATCHES,
@@ -43,6 +42,7 @@ StepNumber = Annotated[int, msgspec.Meta(ge=0, le=LAST_STEP)]
 StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=STAGES)]
 Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Rate = Annotated[float, msgspec.Meta(ge=0)]
+WorkRateTold = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # microbatches a second; neither NaN nor infinite
 SecondsPerByte = Annotated[float, msgspec.Meta(ge=0, le=LINE_S_PER_BYTE)]
 Foreseen = Annotated[float, msgspec.Meta(ge=0, le=FORESEEABLE_S)]  # seconds from now; neither NaN nor infinite
 Moment = Annotated[float, msgspec.Meta(ge=0, le=1 << 40)]  # Unix time; neither NaN nor infinite
@@ -127,13 +127,6 @@ class MemberNews(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 Mode = Literal["node", "client", "aux"]  # sends a vector and sums a share; only sends; only sums
 
 
-class PairLimit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Upper bound on the rate from the sender of this message to `peer`, where that is less than its line carries."""
-
-    peer: PeerText
-    bytes_per_s: Rate  # 0: nothing passes
-
-
 class LineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A peer's own figures of its line, and its part in averaging; rates of 0: unknown."""
 
@@ -142,10 +135,18 @@ class LineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     down_bytes_per_s: Rate = 0.0
     elements: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of the vector that it brings; 0: none
     dtype: Annotated[str, msgspec.Meta(max_length=16)] = ""  # of that vector
-    pairs: Annotated[list[PairLimit], msgspec.Meta(max_length=LINE_PAIRS)] = msgspec.field(default_factory=list)
     further: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of the vector that it brings right after that
     up_measured: bool = False  # the rate is what was seen to pass: the line may carry more
     down_measured: bool = False
+
+
+class PostLoad(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A post's own figures of its work in the last minute or so."""
+
+    rate: WorkRateTold = 0.0  # microbatches a second of a device that is never idle; 0: not known yet
+    busy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # share of the time in which it computed
+    queue: Annotated[float, msgspec.Meta(ge=0, le=MICROBATCHES)] = 0.0  # microbatches that waited, the mean
+    movable: bool = False  # it would serve another stage, if the conductor says so
 
 
 class MemberSync(Message, frozen=True):
@@ -169,6 +170,7 @@ class MemberSync(Message, frozen=True):
     early: Mbs = msgspec.field(default_factory=Mbs)  # held for the step after; only together with `held`
     digest: Digest = b""  # of the last mean it has, as in Prepared; only together with `held`
     listed: Version = 0  # of the list of members that it has
+    load: PostLoad | None = None  # None: as said before, or nothing known
 
 
 class Forecast(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -202,6 +204,8 @@ class MembersListed(Message, frozen=True):
 
     members: MemberNews | None
     held: Annotated[list[StageNumber], msgspec.Meta(max_length=STAGES)]
+    # Microbatches a second that the peers of each stage can do, as the conductor believes; empty: not known.
+    capacity: Annotated[list[WorkRateTold], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -323,6 +327,16 @@ class Restore(Message, frozen=True):
     term: Term
     target: Position
     stage: StageNumber  # as in Prepare
+
+
+class Relocate(Message, frozen=True):
+    """Serve stage `target` in place of `stage`. The answer, empty, says that the peer will try; else it refuses."""
+
+    run: Fingerprint
+    term: Term
+    stage: StageNumber  # as in Prepare
+    target: StageNumber
+    why: WaitsText  # for the log
 
 
 class Moved(Message, frozen=True):

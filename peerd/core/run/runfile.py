@@ -53,6 +53,9 @@ class PipelineSection(Section, frozen=True):
     microbatch: int = 8  # samples
     # Who carries tensors from stage to stage: the stages' peers, each to the next one, or the trainer.
     handover: Literal["direct", "trainer"] = "direct"
+    # What decides on the stage that a peer serves, while training goes on: what stages can do; that and the measured
+    # network; or nothing.
+    placement: Literal["load", "network", "fixed"] = "load"
     boundary: BoundarySection = BoundarySection()
 
 
@@ -236,6 +239,7 @@ def shared_text(run: RunFile) -> bytes:
         shared["model"]["vocab"] = "file"
     if run.pipeline.stages == 1:  # nothing is handed over
         del shared["pipeline"]["handover"]
+        del shared["pipeline"]["placement"]
     for section in (shared["data"], *shared["data"]["sources"]):
         del section["path"]
     if "experts" in tree and tree["experts"] is not None:  # runs without experts keep the fingerprint that they had

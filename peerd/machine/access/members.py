@@ -24,16 +24,17 @@ from peerd.core.messages.token import NO_TOKEN, Revoked, Token, fault, signed_by
 
 # Roles, as tokens name them, that may call a method or a whole service. What is not listed, every member may call.
 CALLERS: Final[dict[str, frozenset[str]]] = {
-    "stage/3/forward": frozenset({"trainer"}),
-    "stage/3/backward": frozenset({"trainer"}),
-    "stage/3/loss": frozenset({"trainer"}),
-    "stage/3/prepare": frozenset({"stage"}),
-    "stage/3/commit": frozenset({"stage"}),
-    "stage/3/restore": frozenset({"stage"}),
+    "stage/4/forward": frozenset({"trainer"}),
+    "stage/4/backward": frozenset({"trainer"}),
+    "stage/4/loss": frozenset({"trainer"}),
+    "stage/4/prepare": frozenset({"stage"}),
+    "stage/4/commit": frozenset({"stage"}),
+    "stage/4/restore": frozenset({"stage"}),
     "handover/1/pass": frozenset({"trainer", "stage"}),
     "handover/1/relay": frozenset({"stage"}),
-    "swarm/3/member": frozenset({"stage", "aux"}),
-    "swarm/3/trainer": frozenset({"trainer"}),
+    "swarm/4/member": frozenset({"stage", "aux"}),
+    "swarm/4/trainer": frozenset({"trainer"}),
+    "network/1/report": frozenset({"stage", "aux", "trainer"}),
     "average/1": frozenset({"stage", "aux"}),
     "kept/1": frozenset({"stage"}),
     "expert/1": frozenset({"trainer", "expert"}),
@@ -41,11 +42,12 @@ CALLERS: Final[dict[str, frozenset[str]]] = {
 }
 # Roles whose methods a member uses. The directory is used wherever it is: its records are signed by publishers.
 SERVERS: Final[dict[str, frozenset[str]]] = {
-    "stage/3/prepare": frozenset({"stage", "aux"}),
-    "stage/3": frozenset({"stage"}),
+    "stage/4/prepare": frozenset({"stage", "aux"}),
+    "stage/4": frozenset({"stage"}),
     "handover/1/pass": frozenset({"stage"}),
     "handover/1/relay": frozenset({"trainer"}),
-    "swarm/3": frozenset({"stage"}),
+    "swarm/4": frozenset({"stage"}),
+    "network/1": frozenset({"stage"}),
     "average/1": frozenset({"stage", "aux"}),
     "state/1": frozenset({"stage"}),
     "kept/1": frozenset({"backbone"}),
@@ -137,7 +139,7 @@ class Roll:
         return found
 
     def may_call(self, peer: PeerId, service: str, method: str, now: float) -> str | None:
-        """Why `peer` may not call `method` (as `stage/3/forward`) of `service` (`stage/3`); None when it may."""
+        """Why `peer` may not call `method` (as `stage/4/forward`) of `service` (`stage/4`); None when it may."""
         found = self.member(peer, now)
         if found is None:
             return self.refusal("none was shown that counts now")
@@ -147,7 +149,7 @@ class Roll:
         return f"{method} is for {_listed(allowed)}; the token shown allows {_listed(found.rights)}"
 
     def may_serve(self, peer: PeerId, service: str, method: str, now: float) -> str | None:
-        """Why we do not call `method` (as `stage/3/forward`) of `service` of `peer`; None when we do."""
+        """Why we do not call `method` (as `stage/4/forward`) of `service` of `peer`; None when we do."""
         if service == ANYWHERE:
             return None
         found = self.member(peer, now)

@@ -1,7 +1,8 @@
 """Division of a round's work among a stage's members and its helpers, by what they say of their lines.
 
-Keeps what was said and turns it into one `Split` for each attempt: shares by bandwidth, and parts small enough that
-what is under way at any time is a fraction of the round. Where nobody said anything there is no split: equal shares.
+Keeps what was said, and which pairs of peers are narrower than their ends (`limit_pairs`), and turns it into one
+`Split` for each attempt: shares by bandwidth, and parts small enough that what is under way at any time is a fraction
+of the round. Where nobody said anything there is no split: equal shares.
 Everything is a stranger's word: rates are taken within bounds, a helper's only where all members agree on the vector
 that it would sum. A liar gets too much work and holds up the round; the conductor then puts it aside, for longer
 each time. Invariant: a client is never given a share.
@@ -15,7 +16,13 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from peerd.core.limits import AVERAGE_PART_BYTES, LINE_BYTES_PER_S, LINE_BYTES_PER_S_MIN, LINE_S_PER_BYTE
+from peerd.core.limits import (
+    AVERAGE_PART_BYTES,
+    LINE_BYTES_PER_S,
+    LINE_BYTES_PER_S_MIN,
+    LINE_PAIRS_GROUP,
+    LINE_S_PER_BYTE,
+)
 from peerd.core.messages.swarm import MAX_MEMBERS, LineInfo, MemberInfo, Party
 from peerd.machine.averaging.bandwidth_probe import TRY
 from peerd.machine.averaging.shares import MemberLine, Mode, NoSplit, Shares, proportional, shares, widths
@@ -28,6 +35,7 @@ _FEW_BYTES = 64 << 10  # of a part for few owners, where one for each of them
 _FEW_SHARE = 1 / 16  # is no more of the vector than this: each part costs both ends a millisecond of computing
 _UNDER_WAY_S = 2.0  # and so long it takes at most; patience with a member must be longer
 _OWNERS_LEAST = 8  # parts for fewer are no larger: a stream's window is full before a large one has gone
+_NARROW = 0.5  # of what both ends' lines carry: a pair that carries more does not count
 _CRUMB = 1e-3  # of the largest share: less is not worth a call from every sender
 _ITEM_BYTES = {"float32": 4, "float64": 8}
 
@@ -75,6 +83,7 @@ class Lines:
         self._said: dict[str, _Said] = {}
         self.changes = 0  # of what was said: the same number, the same splits
         self._tried: dict[int, str] = {}  # by stage, the peer whose line counts for more than measured
+        self._pairs: dict[tuple[str, str], float] = {}  # (from, to): bytes/s that the pair carries
         self._resting: dict[int, frozenset[str]] = {}  # by stage, peers that get no share for now
         self._splits: dict[tuple[str, ...], tuple[object, Split]] = {}  # by group, and what each was made from
 
@@ -98,6 +107,16 @@ class Lines:
         self.changes += said is not None
         return said is not None and said.line.mode == "aux"
 
+    def limit_pairs(self, limits: Mapping[tuple[str, str], float]) -> None:
+        """Pairs, by (from, to), that carry so many bytes/s, all there are: see `machine/network/network_map`."""
+        if limits != self._pairs:
+            self._pairs = dict(limits)
+            self.changes += 1
+
+    def known(self) -> list[str]:
+        """All that have told of their lines, sorted."""
+        return sorted(self._said)
+
     def is_helper(self, peer: str) -> bool:
         return peer in self._said and self._said[peer].line.mode == "aux"
 
@@ -111,6 +130,11 @@ class Lines:
 
     def is_client(self, peer: str) -> bool:
         return self._line(peer).mode == "client"
+
+    def rates(self, peer: str) -> tuple[float, float]:
+        """The rates of a peer's line by its own word, up and down, in bytes/s; 0: unknown."""
+        line = self._line(peer)
+        return _rate(line.up_bytes_per_s) or 0.0, _rate(line.down_bytes_per_s) or 0.0
 
     def measured(self, stage: int, group: tuple[str, ...]) -> dict[str, float]:
         """Lines that are known by what passed them, in bytes/s of the narrower direction; of the group and helpers."""
@@ -177,17 +201,12 @@ class Lines:
         if all(line.mode == "node" and not line.up_bytes_per_s and not line.down_bytes_per_s for line in said.values()):
             return None
         tried = self._tried.get(stage)
-        made_from = (list(said.items()), tried if tried in said else None)
+        pairs = self._narrow_pairs(said)
+        made_from = (list(said.items()), tried if tried in said else None, pairs)
         known_from, known = self._splits.get(group, (None, None))
         if known is not None and known_from == made_from:  # of a grid's many groups few change at a time
             return known
         lines = _as_taken(said, tried)
-        pairs = tuple(
-            ((peer, pair.peer), min(pair.bytes_per_s, LINE_BYTES_PER_S))
-            for peer, line in said.items()
-            for pair in line.pairs
-            if pair.peer in said and pair.bytes_per_s >= 0  # NaN is not
-        )
         stated = all(map(_stated, said.values()))
         frame = Split((), 0, elements, dtype, "", lines, pairs, further, stated=stated)
         found = _split(lines, shares(lines), frame)
@@ -195,6 +214,19 @@ class Lines:
             self._splits.clear()
         self._splits[group] = made_from, found
         return found
+
+    def _narrow_pairs(self, said: Mapping[str, LineInfo]) -> tuple[tuple[tuple[str, str], float], ...]:
+        """The limits of pairs of this group that are clearly below both ends' lines; none in large groups."""
+        if len(said) > LINE_PAIRS_GROUP:
+            return ()
+        found = []
+        for (source, target), limit in self._pairs.items():
+            if source in said and target in said and source != target:
+                ends = [_rate(said[source].up_bytes_per_s), _rate(said[target].down_bytes_per_s)]
+                carried = min((end for end in ends if end is not None), default=math.inf)
+                if limit < _NARROW * carried:
+                    found.append(((source, target), min(max(limit, LINE_BYTES_PER_S_MIN), LINE_BYTES_PER_S)))
+        return tuple(sorted(found))
 
     def _line(self, peer: str) -> LineInfo:
         said = self._said.get(peer)

@@ -49,6 +49,7 @@ class Ledger:
     open: dict[str, dict[Mb, None]] = field(default_factory=dict)  # of trainers that have some
     under_way: Counter[str] = field(default_factory=Counter)  # number of entries that are not `done`, by trainer
     undone: int = 0  # of all trainers together
+    credit: Counter[str] = field(default_factory=Counter)  # number of gradients, by holder
 
     def __post_init__(self) -> None:
         self.missing = [set() for _ in range(self.stages)]
@@ -59,6 +60,7 @@ class Ledger:
         self.open.clear()
         self.under_way.clear()
         self.undone = 0
+        self.credit.clear()
         for lacking in self.missing:
             lacking.clear()
 
@@ -96,6 +98,9 @@ class Ledger:
         if entry.holders[stage] == NOBODY != holder:
             entry.lacking -= 1
             self.missing[stage].discard(mb)
+        self._uncredit(entry.holders[stage])
+        if holder != NOBODY:
+            self.credit[holder] += 1
         entry.holders[stage] = holder
         self._close(mb, entry)
 
@@ -103,6 +108,7 @@ class Ledger:
         """Nobody holds `mb` in `stage` any more."""
         entry = self.entries.get(mb)
         if entry is not None and entry.holders[stage] != NOBODY:
+            self._uncredit(entry.holders[stage])
             entry.holders[stage], entry.proofs[stage] = NOBODY, None
             entry.since = now
             entry.lacking += 1
@@ -138,6 +144,8 @@ class Ledger:
             return
         if not entry.done:
             self._count_undone(mb, -1)
+        for holder in entry.holders:
+            self._uncredit(holder)
         _forget(self.by_trainer, mb.trainer, mb.seq)
         _forget(self.open, mb.trainer, mb)
         for lacking in self.missing:
@@ -146,6 +154,12 @@ class Ledger:
     def open_of(self, trainer: str) -> Iterator[Mb]:
         """The trainer's microbatches that are not done, or needed by some stage, the oldest first."""
         return iter(self.open.get(trainer, {}))
+
+    def _uncredit(self, holder: str) -> None:
+        if holder != NOBODY:
+            self.credit[holder] -= 1
+            if not self.credit[holder]:
+                del self.credit[holder]
 
     def _close(self, mb: Mb, entry: Entry) -> None:
         if not entry.is_open:
@@ -215,6 +229,8 @@ class Ledger:
             assert since == sorted(since)
         for stage, lacking in enumerate(self.missing):
             assert lacking == {mb for mb, entry in self.entries.items() if entry.holders[stage] == NOBODY}
+        holders = Counter(holder for entry in self.entries.values() for holder in entry.holders if holder != NOBODY)
+        assert self.credit == holders
         assert all(entry.lacking == entry.holders.count(NOBODY) for entry in self.entries.values())
 
 

@@ -8,7 +8,8 @@ In a delayed run the next batch is filled while this one closes and moves; it cl
 only: no tensors, no sockets, no clock. A hostile member can stall a step by false reports until it is put aside
 (`stage_close`, `blame`), a hostile trainer until others get its place (`admission`); neither can make a batch count
 twice. Parts: `roster` (members), `course` (phase and positions), `search` (the position to go on from), `batches`
-(microbatches) and `StepCycle` (filling, averaging, committing). This file hands them events and gives each its turn.
+(microbatches), `StepCycle` (filling, averaging, committing) and `Rebalancing` (which stage a peer serves). This file
+hands them events and gives each its turn.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from peerd.machine.conductor.phases import Course, Phase
 from peerd.machine.conductor.position_search import PositionSearch
 from peerd.machine.conductor.stage_close import Closing
 from peerd.machine.conductor.step_cycle import StepCycle
+from peerd.machine.rebalance.rebalancer import RebalanceConfig
+from peerd.machine.rebalance.rebalancing import Rebalancing
 from peerd.machine.swarm.events import (
     ConductorConfig,
     Event,
@@ -35,6 +38,7 @@ from peerd.machine.swarm.events import (
     PrepareEnded,
     TrainerGone,
     TrainerReport,
+    TransferRefused,
 )
 from peerd.machine.swarm.revisions import Versions
 from peerd.machine.swarm.roster import Roster
@@ -58,6 +62,8 @@ class Conductor:
         self._blame = Blame(config.ban_s, self.batches, self.roster, self.search.established, origin)
         self._closing = Closing(config, self.batches, self.roster, self._blame, rng)
         self._step = StepCycle(config, self.batches, self.roster, self.course, self._closing)
+        prices = RebalanceConfig(config.work or (1.0,) * config.stages, config.move_price_s, config.least_gain)
+        self.rebalancing = Rebalancing(prices, self.roster, origin.own, moves=config.moves)
 
     # --- what drives it ---------------------------------------------------------------------------------------
 
@@ -78,6 +84,8 @@ class Conductor:
                 self._closing.ended(now, event)
             case MoveEnded(peer, position):
                 self._move_ended(now, peer, position)
+            case TransferRefused(peer):
+                self.rebalancing.refused(now, peer)
         return self._advance(now)
 
     def expect(self, peers: Iterable[str]) -> None:
@@ -295,6 +303,7 @@ class Conductor:
         """End of a move: every member that could has reached the target."""
         target, stepped = self.course.target, self.course.commits
         assert target is not None
+        done = dict(self.batches.due.credit)
         if target != self.current:
             self.batches.step_made(target.step - 1)
         self.course.arrive(self._config.total_steps)
@@ -308,5 +317,9 @@ class Conductor:
                 self.batches.lose(peer, now)
         if not stepped:  # else trainers and we know more than members' hellos
             self.batches.adopt(now, {peer: entry for peer, entry in members if entry.position == target})
+            self.rebalancing.restart()
+        else:
+            there = [peer for peer, entry in members if entry.position == target]
+            self._step.out += self.rebalancing.step_made(now, done, there)
         self._versions.change_all()
         self.roster.change()

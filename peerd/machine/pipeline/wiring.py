@@ -56,16 +56,30 @@ class Wiring:
     def pick(self, now: float, cost: float, avoid: Collection[str] = (), never: Collection[str] = ()) -> str | None:
         """The next peer for a task of `cost` units; None when all rest. `avoid` is used only if nobody else is left,
         `never` not even then."""
-        peers = sorted(self._peers.items())
-        awake = [name for name, peer in peers if peer.rests_until <= now and name not in never]
-        names = [name for name in awake if name not in avoid] or awake
+        names = self._awake(now, avoid, never)
         if not names:
             return None
-        name = min(names, key=lambda n: (self._peers[n].finish, self._peers[n].tie))
+        name = min(names, key=self._turn)
+        self.charge(name, cost)
+        return name
+
+    def turns(self, now: float, avoid: Collection[str] = (), never: Collection[str] = ()) -> list[str]:
+        """All peers that `pick` may name, in the order of their turns."""
+        return sorted(self._awake(now, avoid, never), key=self._turn)
+
+    def charge(self, name: str, cost: float) -> None:
+        """`name` gets a task of `cost` units, whoever chose it."""
         peer = self._peers[name]
         peer.finish += cost * (self.seconds_per_unit(name) or _UNMEASURED_S)
         peer.tie = self._rng.random()
-        return name
+
+    def _awake(self, now: float, avoid: Collection[str], never: Collection[str]) -> list[str]:
+        peers = sorted(self._peers.items())
+        awake = [name for name, peer in peers if peer.rests_until <= now and name not in never]
+        return [name for name in awake if name not in avoid] or awake
+
+    def _turn(self, name: str) -> tuple[float, float]:
+        return self._peers[name].finish, self._peers[name].tie
 
     def answered(self, name: str, cost: float, started: float, now: float) -> None:
         """`name` finished a task that was sent at `started`."""

@@ -38,10 +38,10 @@ class Count:
 
 
 class Direction:
-    """The estimate of one direction."""
+    """The estimate of one direction. `minutes`: those with traffic that count, the newest."""
 
-    def __init__(self) -> None:
-        self._minutes: deque[tuple[int, float]] = deque(maxlen=ACTIVE_MINUTES)  # (number, most in it), with traffic
+    def __init__(self, minutes: int = ACTIVE_MINUTES) -> None:
+        self._minutes: deque[tuple[int, float]] = deque(maxlen=minutes)  # (number, most in it), with traffic
         self._told = 0.0
         self.now_bytes_per_s = 0.0  # in the last window
 

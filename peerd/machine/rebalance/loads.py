@@ -7,8 +7,12 @@ in another stage follows from the work that a microbatch is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
+
+_LAST: Final = "\U0010ffff"  # sorts after every name
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +42,16 @@ class Staffing:
         self.work = tuple(work)
         self.capacity = [0.0] * len(self.work)  # microbatches a second
         self.count = [0] * len(self.work)
-        self.peers: list[dict[str, float]] = [{} for _ in self.work]  # those that may move, with their devices' speeds
+        # Those that may move, by the speed of their devices, and that speed.
+        self._movable: list[list[tuple[float, str]]] = [[] for _ in self.work]
+        self._speeds: list[dict[str, float]] = [{} for _ in self.work]
         for load in sorted(loads, key=lambda one: one.peer):
             self.capacity[load.stage] += load.rate
             self.count[load.stage] += 1
             if not load.stays:
-                self.peers[load.stage][load.peer] = load.rate * self.work[load.stage]
+                self._speeds[load.stage][load.peer] = load.rate * self.work[load.stage]
+        for movable, speeds in zip(self._movable, self._speeds, strict=True):
+            movable += sorted((speed, peer) for peer, speed in speeds.items())
 
     @property
     def throughput(self) -> float:
@@ -60,11 +68,21 @@ class Staffing:
 
     def rate_of(self, one: Transfer) -> float:
         """The rate that a peer has where it is now."""
-        return self.rate_in(self.peers[one.source][one.peer], one.source)
+        return self.rate_in(self._speeds[one.source][one.peer], one.source)
+
+    def near(self, source: int, speed: float) -> Iterator[tuple[float, str]]:
+        """Of the peers of `source` that may move the slowest above this speed, and the fastest of the others."""
+        movable = self._movable[source]
+        above = bisect_right(movable, (speed, _LAST))
+        if above:
+            yield movable[bisect_left(movable, (movable[above - 1][0], ""))]  # of equal ones the first
+        if above < len(movable):
+            yield movable[above]
 
     def move(self, one: Transfer) -> None:
         """Apply a transfer; the peer does not move again."""
-        speed = self.peers[one.source].pop(one.peer)
+        speed = self._speeds[one.source].pop(one.peer)
+        self._movable[one.source].remove((speed, one.peer))
         self.capacity[one.source] -= self.rate_in(speed, one.source)
         self.capacity[one.target] += self.rate_in(speed, one.target)
         self.count[one.source] -= 1

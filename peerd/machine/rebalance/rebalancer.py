@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from peerd.machine.rebalance.loads import PeerLoad, Staffing, Transfer
 
+_LEAST_PART = 0.25  # of what the movers do: less is within what measured rates of few peers differ by
+_AT_ONCE = 64  # moves of one plan
 _SAME = 1e-9  # relative difference of rates that is none
 
 
@@ -41,6 +43,7 @@ class Rebalancer:
 
     def __init__(self, config: RebalanceConfig) -> None:
         self._config = config
+        self.price_s = config.price_s  # may change with what moves turn out to cost
         self._plan = _Plan()
         self._lost, self._at = 0.0, 0.0  # microbatches, since stages were even; when that was counted last
 
@@ -68,13 +71,15 @@ class Rebalancer:
     def _best(self, loads: Sequence[PeerLoad]) -> _Plan:
         """The moves that win most for what they cost; none where nothing is worth it."""
         staffing, best = Staffing(loads, self._config.work), _Plan()
-        before, moves, price = staffing.throughput, list[Transfer](), 0.0
-        while (one := _next(staffing)) is not None:
-            price += self._config.price_s * staffing.rate_of(one)
+        before, moves, price, brought = staffing.throughput, list[Transfer](), 0.0, 0.0
+        while len(moves) < _AT_ONCE and (one := _next(staffing)) is not None:
+            price += self.price_s * staffing.rate_of(one)
+            brought += staffing.rate_of(one) * staffing.work[one.source] / staffing.work[one.target]
             staffing.move(one)
             moves.append(one)
             gain = staffing.throughput - before
-            if gain > self._config.least_gain * before and gain * best.price >= best.gain * price:
+            least = max(self._config.least_gain * before, _LEAST_PART * brought)
+            if gain > least and gain * best.price >= best.gain * price:
                 best = _Plan(tuple(moves), gain, price)
         return best
 
@@ -87,10 +92,12 @@ def _next(staffing: Staffing) -> Transfer | None:
     target = staffing.weakest()
     least = staffing.capacity[target]
     best, strongest, found = least * (1.0 + _SAME), 0.0, None
-    for source, peers in enumerate(staffing.peers):
-        if source == target or staffing.count[source] < 2:
+    for source, capacity in enumerate(staffing.capacity):
+        if source == target or staffing.count[source] < 2 or capacity <= best:
             continue
-        for peer, speed in peers.items():
+        # With the speed at which both stages would be as strong, or those next to it, the weaker of them is strongest.
+        even = (capacity - least) / (1.0 / staffing.work[source] + 1.0 / staffing.work[target])
+        for speed, peer in staffing.near(source, even):
             left = staffing.capacity[source] - staffing.rate_in(speed, source)
             weaker = min(left, least + staffing.rate_in(speed, target))
             is_same = found is not None and weaker >= best * (1.0 - _SAME)

@@ -39,6 +39,10 @@ class ConductorConfig:
     own_pace: bool | None = None  # are trainers as fast as their machines? None: in a run of one stage
     group_size: int = 0  # of an averaging group, at most; 0: chosen
     late_s: float = 10.0  # how long half of a stage, its sum ready, waits for the others at least
+    work: tuple[float, ...] = ()  # of a microbatch in each stage, relative to each other; empty: all the same
+    moves: bool = False  # may the conductor order peers to other stages?
+    least_gain: float = 0.01  # share of the throughput that moves by load must win
+    move_price_s: float = 20.0  # a move costs at least so many seconds of its peer's work
     ban_s: float = 15.0  # how long a member that stood in the way stays out, the first time
 
 
@@ -111,7 +115,14 @@ class MoveEnded:
     position: Position | None
 
 
-Event = MemberHello | MemberGone | TrainerReport | TrainerGone | PrepareEnded | MoveEnded
+@dataclass(frozen=True, slots=True)
+class TransferRefused:
+    """A member will not go to another stage, or cannot be asked."""
+
+    peer: str
+
+
+Event = MemberHello | MemberGone | TrainerReport | TrainerGone | PrepareEnded | MoveEnded | TransferRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +170,15 @@ class SendMove:
 
 
 @dataclass(frozen=True, slots=True)
+class SendTransfer:
+    """Go and serve another stage, for a reason that the log will tell."""
+
+    peer: str
+    target: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """Check a member that is said to be unreachable: can we reach it? If not, it is gone."""
 
@@ -173,7 +193,7 @@ class Note:
     warning: bool = False
 
 
-Output = SendPrepare | CancelAttempt | SendMove | Probe | Note
+Output = SendPrepare | CancelAttempt | SendMove | SendTransfer | Probe | Note
 
 
 def _summers(split: Split | None, peers: Iterable[str]) -> frozenset[str]:

@@ -23,6 +23,7 @@ TURN_S: Final = 15.0  # for one peer to move; then it is the next one's turn
 MOVE_AGAIN_S: Final = 300.0  # a peer that has moved stays at least so long
 CHOOSING_S: Final = 15.0  # for a peer that has just come to choose
 TAKING_S: Final = 30.0  # for it to build the stage that it has chosen
+_SAME: Final = 1.1  # times the least: as needy
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +50,65 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The need for peers: the posts that there are, and the stages whose state somebody has."""
+    """The need for peers: the posts that there are, the stages whose state somebody has, and the microbatches a second
+    that each stage can do (empty: not known, and a stage can do as much as it has peers).
+    """
 
     stages: int
     seats: Sequence[Seat]
     held: Set[int] = frozenset()
+    capacity: Sequence[float] = ()
+
+
+class _Staff:
+    """The peers that the stages have, and will have with those that are on their way."""
+
+    def __init__(self, need: Need, seats: Sequence[Seat]) -> None:
+        self._stages = range(need.stages)
+        self._count = Counter(seat.stage for seat in seats if seat.stage in self._stages)
+        self._knows = len(need.capacity) == need.stages and any(need.capacity)
+        each = need.capacity if self._knows else [float(self._count[stage]) for stage in self._stages]
+        mean = sum(each) / max(1, len(seats)) or 1.0
+        self._each = [each[stage] / self._count[stage] if self._count[stage] else mean for stage in self._stages]
+
+    def add(self, stage: int) -> None:
+        """One more will serve it, who does as much as its others."""
+        self._count[stage] += 1
+
+    def neediest(self, arrival: Arrival) -> tuple[int, str]:
+        """The stage that can do least, and the reason; of several one that the peer has a checkpoint of."""
+        can = [self._count[stage] * self._each[stage] for stage in self._stages]
+        needy = [stage for stage in self._stages if can[stage] <= _SAME * min(can)]
+        own = next((stage for stage in arrival.has if stage in needy), None)
+        if own is not None and len(needy) > 1:
+            return own, "this peer has a checkpoint of it"
+        stage = min(needy, key=lambda one: (can[one], one))
+        count = self._count[stage]
+        if not count:
+            return stage, "it has no peer"
+        if self._knows:
+            return stage, f"it can do {can[stage]:.3g} microbatches a second, and no stage fewer"
+        return stage, f"it has {count} peer{'s' * (count > 1)}, and no stage has fewer"
 
 
 def place(need: Need, arrivals: Iterable[Arrival], own: str) -> tuple[int, str]:
     """The stage for `own`, which is one of the arrivals, and the reason."""
     seats = [seat for seat in need.seats if seat.peer != own]
-    serving = {seat.peer for seat in seats}
-    count = Counter(seat.stage for seat in seats if 0 <= seat.stage < need.stages)
+    serving, staff = {seat.peer for seat in seats}, _Staff(need, seats)
     waiting = list[Arrival]()
     for one in sorted(arrivals, key=lambda arrival: (arrival.since, arrival.peer)):
         if one.takes is None and one.peer not in serving:
             waiting.append(one)
-        elif one.takes is not None and Seat(one.peer, one.takes) not in seats:
-            count[one.takes] += 1
+        elif one.takes is not None and 0 <= one.takes < need.stages and Seat(one.peer, one.takes) not in seats:
+            staff.add(one.takes)
     chosen = _with_the_only_state(need, waiting)
-    count.update(stage for stage, _ in chosen.values())
+    for stage, _ in chosen.values():
+        staff.add(stage)
     for one in waiting:
         if one.peer not in chosen:
-            stage, why = _neediest(need.stages, count, one)
-            chosen[one.peer] = stage, why
-            count[stage] += 1
-    return chosen.get(own) or _neediest(need.stages, count, Arrival(0.0, own))
+            chosen[one.peer] = staff.neediest(one)
+            staff.add(chosen[one.peer][0])
+    return chosen.get(own) or staff.neediest(Arrival(0.0, own))
 
 
 def _with_the_only_state(need: Need, waiting: Sequence[Arrival]) -> dict[str, tuple[int, str]]:
@@ -87,17 +121,6 @@ def _with_the_only_state(need: Need, waiting: Sequence[Arrival]) -> dict[str, tu
             lacking.discard(stage)
             chosen[one.peer] = stage, "no other peer has its state"
     return chosen
-
-
-def _neediest(stages: int, count: Counter[int], arrival: Arrival) -> tuple[int, str]:
-    fewest = min(count[stage] for stage in range(stages))
-    needy = [stage for stage in range(stages) if count[stage] == fewest]
-    own = next((stage for stage in arrival.has if stage in needy), None)
-    if own is not None and len(needy) > 1:
-        return own, "this peer has a checkpoint of it"
-    if not fewest:
-        return needy[0], "it has no peer"
-    return needy[0], f"it has {fewest} peer{'s' * (fewest > 1)}, and no stage has fewer"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import msgspec
 import trio
 
-from peerd.core.errors import Refused, RemoteError
+from peerd.core.errors import OTHER_RUN_FILE, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S, SUSPECTS
 from peerd.core.messages.encoding import Empty
@@ -57,10 +57,13 @@ _ASKED = 4  # peers of stage 0 that are asked for it: the first that can be reac
 
 @dataclass(frozen=True, slots=True)
 class MembersListing:
-    """The conductor's list of members. `held`: the stages of which a member has a state beyond the start."""
+    """The conductor's list of members. `held`: the stages of which a member has a state beyond the start; `capacity`:
+    microbatches a second that each stage can do, empty where nobody knows.
+    """
 
     members: list[MemberInfo]
     held: frozenset[int]
+    capacity: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -75,6 +78,8 @@ class Following:
     conductor: PeerId | None = None
     changes: int = 0
     waits_for: str | None = None
+    answered: bool = False  # True once a conductor has taken a report of ours
+    differs: bool = False  # True while another peer conducts, and refuses us for our run file
     run_waits_for: str = ""  # the reason that the run stands still, by the conductor's last answer; "" when it moves
     members: list[MemberInfo] = field(default_factory=list)  # as the conductor listed them last
     established: dict[str, int] = field(default_factory=dict)  # post that it listed as ready last -> its stage
@@ -227,6 +232,7 @@ class Following:
                 answer = await self._call(peer, method, make(), reply, timeout_s)
             except Refused as error:
                 self.waits_for = f"the conductor: {error}"
+                self.differs = peer != self.own and error.args[0].startswith(OTHER_RUN_FILE)
                 if self.conductor == peer:  # else another one is known already
                     self.conductor = None
                 await self.refresh()
@@ -238,7 +244,7 @@ class Following:
                 await trio.sleep(0.05)
             else:
                 self.trust(peer)
-                self.waits_for = None
+                self.waits_for, self.answered, self.differs = None, True, False
                 return answer.body
 
     async def _call(
@@ -296,7 +302,7 @@ class Following:
         if self.conductor is None or (self.conductor == self.own and not stage):
             return
         with trio.move_on_after(_GOODBYE_S), suppress(RemoteError):  # it will notice when the connection closes
-            await self.rpc.call(self.conductor, "swarm/3/leave", Leave(run, stage), Empty, timeout_s=_GOODBYE_S)
+            await self.rpc.call(self.conductor, "swarm/4/leave", Leave(run, stage), Empty, timeout_s=_GOODBYE_S)
 
     async def list_members(self, run: bytes) -> MembersListing | None:
         """The conductor's list, for a peer that serves nothing yet; None: nobody that can be reached conducts."""
@@ -316,9 +322,9 @@ class Following:
         known = KnownMembers()
         for _ in range(_PARTS):
             body = ListMembers(run, known.version)
-            told = (await self.rpc.call(peer, "swarm/3/members", body, MembersListed, timeout_s=_LIST_S)).body
+            told = (await self.rpc.call(peer, "swarm/4/members", body, MembersListed, timeout_s=_LIST_S)).body
             if (members := known.take(told.members)) is not None:
-                return MembersListing(self.note_members(members), frozenset(told.held))
+                return MembersListing(self.note_members(members), frozenset(told.held), tuple(told.capacity))
         return None
 
     async def _choose(self) -> PeerId:

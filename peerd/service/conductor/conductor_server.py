@@ -8,7 +8,8 @@ gone at once. Every call that is awaited has a deadline.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -20,10 +21,15 @@ from peerd.net.host.host import Host, PeerDown
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.conductor.duty import Duty
 from peerd.service.conductor.machine_driver import MachineDriver
+from peerd.service.conductor.network_desk import NetworkDesk
 from peerd.service.conductor.orders import ConductingConfig, Orders
 from peerd.service.conductor.reports import Reports
 from peerd.service.conductor.rivals import Rivals
 from peerd.service.rpc.rpc import Rpc
+
+if TYPE_CHECKING:
+    from peerd.machine.placement.problem import StageWork
+    from peerd.service.conductor.replanning import Replanning
 
 log = logging.getLogger("peerd.service.conductor.conductor_server")
 
@@ -31,7 +37,7 @@ _SENDING_S = 4.0  # since its last bytes; an idle link has a ping now and then
 
 
 class Conducting:
-    """Serves `swarm/3/...`; `run` carries the duty."""
+    """Serves `swarm/4/...` and `network/1/...`; `run` carries the duty."""
 
     def __init__(self, config: ConductingConfig, rpc: Rpc, host: Host, clock: Clock, following: Following) -> None:
         self._host, self._following = host, following
@@ -44,6 +50,9 @@ class Conducting:
         self._driver.warnings = lambda text: self.warnings(text)
         self._duty = Duty(config, host, clock, rivals, self._driver)
         self._reports = Reports(config.fingerprint, rpc, following, self._duty, self._driver)
+        self._clock, self._microbatches = clock, config.conductor.microbatches
+        self._replanning: Replanning | None = None
+        self._network = NetworkDesk(config.fingerprint, rpc, self._driver)
 
     def _sends(self, peer: str) -> bool:
         """True while bytes of the peer come in, whatever they are."""
@@ -61,6 +70,17 @@ class Conducting:
     @solver.setter
     def solver(self, solver: Worker | None) -> None:
         self.orders.solver = solver
+
+    def know_stages(self, stages: Sequence[StageWork], planner: Worker | None) -> None:
+        """What a microbatch asks of each stage, before `run`. `planner`: for placement by the measured network, which
+        not every run wants.
+        """
+        self._duty.work = tuple(stage.flops for stage in stages)
+        self._replanning = None
+        if planner is not None:
+            from peerd.service.conductor.replanning import Replanning  # brings numpy, which a backbone does not need
+
+            self._replanning = Replanning(self._driver, self._clock, stages, self._microbatches, planner)
 
     @property
     def term(self) -> int:
@@ -85,6 +105,7 @@ class Conducting:
         """Serve until cancelled."""
         driver = self._driver
         self._reports.serve()
+        self._network.serve()
         try:
             with self._host.watch() as events:
                 async with trio.open_nursery() as nursery:
@@ -92,10 +113,13 @@ class Conducting:
                     nursery.start_soon(driver.keep_time)
                     nursery.start_soon(self._duty.look_around)
                     nursery.start_soon(driver.watch_silence)
+                    if self._replanning is not None:
+                        nursery.start_soon(self._replanning.run)
                     task_status.started()
                     async for event in events:
                         if isinstance(event, PeerDown):
                             driver.peer_gone(event.peer)
         finally:
             self._reports.unserve()
+            self._network.unserve()
             driver.tenure, driver.nursery = None, None

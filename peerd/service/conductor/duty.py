@@ -43,6 +43,7 @@ class Duty:
     ) -> None:
         self._config, self._host, self._clock, self._driver = config, host, clock, driver
         self._rivals, self._following = rivals, rivals.following
+        self.work: tuple[float, ...] = ()  # of a microbatch in each stage, relative to each other; empty: all the same
         self.term = 0  # the latest that is believed; this peer's own while it conducts
         self._doubt = trio.Event()  # set, and replaced, when a report names a later term than ours
 
@@ -79,7 +80,7 @@ class Duty:
 
     def _new_tenure(self) -> Tenure:
         own, now = self._following.own, trio.current_time()
-        sizes = self._config.conductor
+        sizes = replace(self._config.conductor, work=self.work)
         if self.term > 1:  # a run that is on its way: its members are known, and will soon report
             sizes = replace(sizes, gather_s=_TAKE_OVER_GATHER_S)
         origin = Origin(

@@ -23,6 +23,7 @@ from peerd.machine.swarm.events import (
     Probe,
     SendMove,
     SendPrepare,
+    SendTransfer,
     TrainerGone,
 )
 from peerd.machine.swarm.posts import peer_of, short
@@ -108,6 +109,8 @@ class MachineDriver:
                     prepares.append(output)
                 case SendMove():
                     self.nursery.start_soon(self._orders.move, output, reign)
+                case SendTransfer():
+                    self.nursery.start_soon(self._orders.transfer, output, reign)
                 case CancelAttempt(attempt):
                     self._orders.cancel(attempt)
                 case Probe(peer):

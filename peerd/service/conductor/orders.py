@@ -1,4 +1,6 @@
-"""A conductor's calls to stage peers: average in this attempt, commit, restore. Each ends in one event.
+"""A conductor's calls to stage peers: average in this attempt, commit, restore, go to another stage.
+
+Each ends in one event; a transfer in none where it is accepted.
 
 Decides nothing: orders come from `machine/conductor/conductor`, and results go back by `tell`. Every call has a
 deadline. Hostile answers: whatever a member answers reaches the machine as its claim, under its name.
@@ -15,17 +17,29 @@ import trio
 
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.messages.swarm import Commit, GridRound, Mbs, Moved, Party, Prepare, Prepared, Restore
+from peerd.core.limits import WAITS_CHARS
+from peerd.core.messages.encoding import Empty
+from peerd.core.messages.swarm import Commit, GridRound, Mbs, Moved, Party, Prepare, Prepared, Relocate, Restore
 from peerd.core.work import Worker
 from peerd.machine.averaging.shares import NoSplit
 from peerd.machine.averaging.topology import OrderedRound
 from peerd.machine.averaging.work_split import Split
-from peerd.machine.swarm.events import ConductorConfig, Event, MoveEnded, PrepareEnded, SendMove, SendPrepare
+from peerd.machine.swarm.events import (
+    ConductorConfig,
+    Event,
+    MoveEnded,
+    PrepareEnded,
+    SendMove,
+    SendPrepare,
+    SendTransfer,
+    TransferRefused,
+)
 from peerd.machine.swarm.posts import peer_of, post_name, stage_of
 from peerd.service.rpc.rpc import Rpc
 
 log = logging.getLogger("peerd.service.conductor.orders")
 
+_TRANSFER_TIMEOUT_S = 10.0
 _MOVE_TIMEOUT_S = 60.0  # an optimizer step, or reading a checkpoint
 
 
@@ -133,7 +147,7 @@ class Orders:
             )
         try:
             peer = PeerId.parse(peer_of(order.peer))
-            found = (await self._rpc.call(peer, "stage/3/prepare", body, Prepared, timeout_s=body.timeout_s)).body
+            found = (await self._rpc.call(peer, "stage/4/prepare", body, Prepared, timeout_s=body.timeout_s)).body
             lost = tuple(post_name(one, stage_of(order.peer)) for one in found.lost)
             told = tuple(found.missing), lost, found.digest, tuple(found.refused)
             end = PrepareEnded(order.peer, order.attempt, found.ok, *told)
@@ -146,13 +160,25 @@ class Orders:
         """Have one member commit or restore."""
         position, kind = None, Commit if order.commit else Restore
         body = kind(self._config.fingerprint, reign.term, order.target, stage_of(order.peer))
-        method = "stage/3/commit" if order.commit else "stage/3/restore"
+        method = "stage/4/commit" if order.commit else "stage/4/restore"
         try:
             peer = PeerId.parse(peer_of(order.peer))
             position = (await self._rpc.call(peer, method, body, Moved, timeout_s=_MOVE_TIMEOUT_S)).body.position
         except RemoteError as error:
             log.warning("a member did not reach step %d: %s", order.target.step, error)
         reign.tell(MoveEnded(order.peer, position))
+
+    async def transfer(self, order: SendTransfer, reign: Reign) -> None:
+        """Have one member go to another stage; how that ends, the members' reports tell."""
+        body = Relocate(
+            self._config.fingerprint, reign.term, stage_of(order.peer), order.target, order.why[:WAITS_CHARS]
+        )
+        peer = PeerId.parse(peer_of(order.peer))
+        try:
+            await self._rpc.call(peer, "stage/4/relocate", body, Empty, timeout_s=_TRANSFER_TIMEOUT_S)
+        except RemoteError as error:
+            self.notes(f"peer {peer.short} stays at stage {body.stage}: {error}")
+            reign.tell(TransferRefused(order.peer))
 
 
 def _peers(posts: Iterable[str]) -> list[str]:

@@ -63,7 +63,7 @@ class Placing:
         listing = await self._following.list_members(self._run)
         if listing is not None:
             seats = [Seat(m.peer, m.stage) for m in listing.members if m.since]
-            return Need(stages, seats, listing.held)
+            return Need(stages, seats, listing.held, listing.capacity)
         announced = await self._directory.refresh()
         there = await self._rivals.reachable(_by_turns(announced, stages))
         living = [entry for (peer, _), entry in announced.items() if peer in there or entry.progress.client]
@@ -98,6 +98,10 @@ class Placing:
         """Say that this peer is on its way to `stage`. A directory that fails is no error: others may come, too."""
         with trio.move_on_after(_DIRECTORY_S), suppress(RemoteError):
             await self._directory.announce_arrival(self._clock.wall(), takes=stage)
+
+    async def reaches(self, peers: Sequence[str]) -> bool:
+        """True when one of these peers can be reached."""
+        return bool(await self._rivals.reachable(map(PeerId.parse, peers)))
 
     async def _is_backed(self, move: Move, step: int) -> bool:
         """True when the evidence is for the move: see the module's header."""

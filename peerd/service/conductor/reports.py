@@ -1,4 +1,4 @@
-"""Reports to the conductor and its answers: `swarm/3/member`, `trainer`, `leave`, `members` and `who`.
+"""Reports to the conductor and its answers: `swarm/4/member`, `trainer`, `leave`, `members` and `who`.
 
 A report is a stage peer's, a helper's or a trainer's state by its own account; the machine takes it as events. Where
 there is no news for its sender, a report waits here until there is some (long polling), so that news need no calls of
@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 import trio
 
-from peerd.core.errors import Refused
+from peerd.core.errors import OTHER_RUN_FILE, Refused
 from peerd.core.ids import PeerId
 from peerd.core.limits import POSTS
 from peerd.core.messages.encoding import Empty
@@ -19,7 +19,6 @@ from peerd.core.messages.swarm import (
     Conducts,
     Done,
     Leave,
-    LineInfo,
     ListMembers,
     Mbs,
     MemberAnswer,
@@ -53,19 +52,19 @@ class Reports:
 
     def serve(self) -> None:
         """Answer calls from now on."""
-        self._rpc.serve("swarm/3/member", MemberSync, self._member, limits=_REPORTS)
-        self._rpc.serve("swarm/3/trainer", TrainerSync, self._trainer, limits=_REPORTS)
-        self._rpc.serve("swarm/3/leave", Leave, self._leave)
-        self._rpc.serve("swarm/3/members", ListMembers, self._list)
-        self._rpc.serve("swarm/3/who", WhoConducts, self._who)
+        self._rpc.serve("swarm/4/member", MemberSync, self._member, limits=_REPORTS)
+        self._rpc.serve("swarm/4/trainer", TrainerSync, self._trainer, limits=_REPORTS)
+        self._rpc.serve("swarm/4/leave", Leave, self._leave)
+        self._rpc.serve("swarm/4/members", ListMembers, self._list)
+        self._rpc.serve("swarm/4/who", WhoConducts, self._who)
 
     def unserve(self) -> None:
         """Answer no more."""
-        self._rpc.unserve("swarm/3")
+        self._rpc.unserve("swarm/4")
 
     def _check_run(self, fingerprint: bytes) -> None:
         if fingerprint != self._run:
-            raise Refused("your run file differs from this run's")
+            raise Refused(OTHER_RUN_FILE)
 
     # --- members and helpers ----------------------------------------------------------------------------------
 
@@ -82,6 +81,8 @@ class Reports:
         else:
             self._take_member(machine, call.peer, name, body)
         machine.saved(name, body.saved)
+        if body.load is not None:
+            machine.rebalancing.told(name, body.load)
         resend = not helps and not (machine.is_member(name, body.session) and machine.knows(name, body.position))
         # A member that has just reported in full, and is put aside, would do so again at once, and again.
         wait_s = body.wait_s if not resend else _PUT_ASIDE_S if body.held is not None else 0.0
@@ -117,8 +118,8 @@ class Reports:
     def _take_line(self, machine: Conductor, name: str, body: MemberSync) -> None:
         if body.line is None:
             return
-        version, line = machine.members_version, _with_posts(body.line, body.stage)
-        machine.said_of_line(trio.current_time(), name, body.stage, line, tuple(body.addrs))
+        version = machine.members_version
+        machine.said_of_line(trio.current_time(), name, body.stage, body.line, tuple(body.addrs))
         if machine.members_version != version:
             self._driver.wake_waiting()
 
@@ -196,7 +197,12 @@ class Reports:
         tenure = self._driver.tenure
         if tenure is None:
             raise Refused("this peer does not conduct")
-        return Answer(MembersListed(tenure.members_since(call.body.listed), tenure.machine.roster.held_stages()))
+        machine = tenure.machine
+        return Answer(
+            MembersListed(
+                tenure.members_since(call.body.listed), machine.roster.held_stages(), machine.rebalancing.capacity()
+            )
+        )
 
     async def _who(self, call: Incoming[WhoConducts]) -> Answer[Conducts]:
         """Answer with the term when this peer conducts; else refuse."""
@@ -222,12 +228,6 @@ def _hello(name: str, body: MemberSync, held: Mbs) -> MemberHello:
         since=body.since,
         digest=body.digest,
     )
-
-
-def _with_posts(line: LineInfo, stage: int) -> LineInfo:
-    """A peer's line information, with the posts of `stage` in place of their peers."""
-    pairs = [msgspec.structs.replace(pair, peer=post_name(pair.peer, stage)) for pair in line.pairs]
-    return msgspec.structs.replace(line, pairs=pairs) if pairs else line
 
 
 def _held_by_posts(done: Done) -> Done:

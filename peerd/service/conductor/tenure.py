@@ -1,23 +1,27 @@
 """A tenure: one term of this peer as its run's conductor, with the machine and the sources of its answers.
 
 Beside the machine it holds what answers to reports are made of: the member list by differences, the forecast, the text
-on what a step waits for, signed grants. All of that ends with the tenure.
+on what a step waits for, signed grants; and the map of the network between the peers. All of that ends with the tenure.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 import trio
 
-from peerd.core.limits import WAITS_CHARS
+from peerd.core.limits import LINE_PAIRS, WAITS_CHARS
+from peerd.core.messages.network import PairFigures
 from peerd.core.messages.swarm import Forecast, Grant, MemberInfo, MemberNews
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.conductor.member_list import MemberList
 from peerd.machine.conductor.standstill import Standstill
 from peerd.machine.conductor.step_eta import Outlook
-from peerd.machine.swarm.posts import peer_of
+from peerd.machine.network.landmarks import FilledNetwork, filled
+from peerd.machine.network.network_map import NetworkMap
+from peerd.machine.swarm.posts import peer_of, post_name, stage_of
 from peerd.service.conductor.grants import Granting
 
 
@@ -29,6 +33,8 @@ class Tenure:
         self._granting = granting
         self._listed = MemberList(rng)
         self._outlook, self._standstill = Outlook(), Standstill()
+        self.network = NetworkMap()
+        self._limits: dict[tuple[str, str], float] = {}  # of pairs of peers, (from, to): bytes/s
 
     @property
     def step(self) -> int:
@@ -47,6 +53,35 @@ class Tenure:
     def waits_for(self) -> str:
         """Text on what the step waits for, for the log and the user; "" while things move."""
         return (self.machine.waits_for() or self._standstill.look(trio.current_time(), self.machine))[:WAITS_CHARS]
+
+    def take_figures(self, teller: str, figures: Iterable[PairFigures]) -> None:
+        """A peer's figures of its pairs, for the map; pairs that limit themselves go to the division of averaging."""
+        now = trio.current_time()
+        self.network.take(now, teller, figures)
+        looked_at = self._limits | self.network.limits(now, teller)
+        found = {pair: limit for pair in looked_at if (limit := self.network.limit(now, *pair)) is not None}
+        self._limits = dict(sorted(found.items(), key=lambda item: (item[1], item[0]))[:LINE_PAIRS])
+        self.machine.roster.lines.limit_pairs(dict(self._limits_of_posts()))
+
+    def _limits_of_posts(self) -> Iterator[tuple[tuple[str, str], float]]:
+        """The limits between posts of one stage."""
+        if not self._limits:
+            return
+        stages: dict[str, list[int]] = {}
+        for post in self.machine.roster.lines.known():
+            stages.setdefault(peer_of(post), []).append(stage_of(post))
+        for (source, target), limit in self._limits.items():
+            for stage in stages.get(source, ()):
+                if stage in stages.get(target, ()):
+                    yield (post_name(source, stage), post_name(target, stage)), limit
+
+    def network_between(self, posts: Mapping[str, str]) -> FilledNetwork:
+        """Delays and rates between peers without gaps: what a placement needs. `posts`: of each peer one that it
+        holds, or its own name; the line that is stated there bounds its estimates.
+        """
+        now, lines = trio.current_time(), self.machine.roster.lines
+        stated = {peer: lines.rates(post) for peer, post in posts.items()}
+        return filled(list(posts), lambda one, other: self.network.view(now, one, other), stated)
 
     def grant(self, step: int, trainer: str, seqs: list[int], *, early: bool = False) -> Grant | None:
         """A grant for these microbatches in the batch of `step`; None: there are none."""

@@ -23,7 +23,7 @@ import trio
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
-from peerd.core.errors import PeerdError, ProtocolViolation, Refused
+from peerd.core.errors import OTHER_RUN_FILE, PeerdError, ProtocolViolation, Refused
 from peerd.core.experts.grid import Uid, grid_of, sample_shapes
 from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
@@ -210,7 +210,7 @@ class ExpertServer:
         """Why a call is refused, by its body alone."""
         uid = body.expert.uid
         if body.run != self._fingerprint:
-            return Refused("your run file differs from this run's")
+            return Refused(OTHER_RUN_FILE)
         if not self.grid.is_expert(uid):
             sides = " x ".join(map(str, self.grid.sides))
             return self._blame(f"expert {uid} is not in the grid of {self.grid.layers} layers of {sides}", peer)

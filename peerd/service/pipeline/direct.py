@@ -10,8 +10,9 @@ count, and nothing that an answer says changes more than the choice of peers.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,11 +23,13 @@ from peerd.core.clock import Clock
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.messages.handover import Hop, Pass, Passed, Ticket
+from peerd.core.messages.handover import Pass, Passed, Ticket
 from peerd.core.messages.proof import signed_ticket
 from peerd.core.messages.swarm import MemberInfo
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.machine.batch.trainer_ledger import Holding
+from peerd.machine.pipeline.route_flow import RouteFlow
+from peerd.machine.pipeline.route_policy import RoutePolicy, Sent
 from peerd.machine.pipeline.routes import Route
 from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.machine.rate.backoff import backoff_s
@@ -61,6 +64,11 @@ class _Way:
     def peer_of(self, stage: int) -> str:
         return self.route[stage - self.first]
 
+    @property
+    def done_by(self) -> list[str]:
+        """The peers of the stages that are to be done."""
+        return self.route[self.low - self.first : self.high - self.first + 1]
+
     def by(self, name: str) -> _Way:
         """The same way, by this peer of its first stage."""
         return _Way(self.low, self.high, self.first, [name, *self.route[1:]])
@@ -82,13 +90,22 @@ class DirectPipeline:
     """A run's stages in their order, for one trainer; the same calls as `Pipeline`. Relays while `serving`."""
 
     def __init__(
-        self, run: RunFile, rpc: Rpc, clock: Clock, ways: Ways, papers: TrainerPapers, route: Route | None = None
+        self,
+        run: RunFile,
+        rpc: Rpc,
+        clock: Clock,
+        ways: Ways,
+        papers: TrainerPapers,
+        route: Route | None = None,
+        policy: RoutePolicy | None = None,
     ) -> None:
+        """`policy`: chooses among the peers that may be asked, in place of `RouteFlow`."""
         self._run, self._rpc, self._papers = run, rpc, papers
         self._mark = fingerprint(run)
         self._last = run.pipeline.stages - 1
         self._cost = run.pipeline.microbatch * (1.0 + BACKWARD_COST)
         self._peers = StagePeers(run.pipeline.stages, clock, ways, route, _LATE)
+        self._policy = policy or RouteFlow(clock.rng("routes"))
         self._stages = StageClient(run, rpc, self._peers, papers)
         self._cuts = BoundedDict[tuple[str, str], float](_CUTS)  # (peer, peer of the next stage) -> until when
         self._serving: set[tuple[str, int]] = set()  # peers, and their stages
@@ -122,7 +139,7 @@ class DirectPipeline:
         search, way = _Search(low, high), None
         while True:
             way = await self._choose(load, search, way)
-            started = trio.current_time()
+            started, sent = trio.current_time(), self._policy.sent(way.done_by)
             try:
                 way, answer = await self._ask_or_hedge(way, step, seq, load, search.avoid[way.first])
             except Overloaded as error:
@@ -133,10 +150,12 @@ class DirectPipeline:
             else:
                 broken = answer.body.broken
                 if broken is None:
-                    self._done(way, load, answer.body.hops, started, answer.body.loss_sum)
+                    self._done(way, load, answer.body, started, sent)
                     return
                 reason = "".join(char if char.isprintable() else "?" for char in broken.reason)  # it goes to the log
                 self._broke(search, way, broken.stage, reason)
+            finally:
+                self._policy.ended(sent)
             self._retries += 1
             search.failures += 1
             await trio.sleep(backoff_s(search.failures, _PAUSE_S, _LONGEST_PAUSE_S))
@@ -172,7 +191,7 @@ class DirectPipeline:
     def _broke(self, search: _Search, way: _Way, stage: int, reason: str) -> None:
         """A way broke before `stage`: others are tried there. Where it breaks again, who said so may not be right."""
         name, before = way.peer_of(stage), way.peer_of(stage - 1)
-        level = logging.DEBUG if name in self._cut_from(before) else logging.INFO  # the first one tells it all
+        level = logging.DEBUG if self._is_cut(before, name) else logging.INFO  # the first one tells it all
         log.log(level, "a microbatch's way broke between …%s and …%s: %s", before[-8:], name[-8:], reason)
         if stage > search.high:  # it was only to give what it keeps
             search.high = stage
@@ -238,46 +257,53 @@ class DirectPipeline:
         if fault := fault_of_hops(self._mark, self._papers.own, ticket, way.low, passed.hops):
             raise ProtocolViolation(fault, peer)
 
-    def _done(self, way: _Way, load: Load, hops: Sequence[Hop], started: float, loss_sum: float) -> None:
+    def _done(self, way: _Way, load: Load, passed: Passed, started: float, sent: Sent) -> None:
         now = trio.current_time()
-        for stage, hop in enumerate(hops, way.low):
+        for stage, hop in enumerate(passed.hops, way.low):
             load.holdings[stage] = Holding(hop.peer, hop.receipt)
             load.lost.discard(stage)
             self._peers.wiring(stage).answered(hop.peer, self._cost, started, now)
             if stage + 1 < way.first + len(way.route) and hop.instead_of == way.peer_of(stage + 1):
                 self._note_cut(hop.peer, hop.instead_of)
+        if way.low == 0 and way.route[0] == sent.route[0]:  # else a mate was asked later
+            self._policy.answered(now, sent, passed.hops, now - started)
         if way.low == 0 and way.high == self._last:
-            load.loss_sum = loss_sum
+            load.loss_sum = passed.loss_sum
 
     # --- the choice of a way ----------------------------------------------------------------------------------
 
     async def _choose(self, load: Load, search: _Search, before: _Way | None) -> _Way:
         """A peer for each stage: those of the attempt before where they are not to be avoided, and of those that only
-        give what they keep, the holders.
+        give what they keep, the holders; all others are the policy's choice.
         """
         low, high, avoid = search.low, search.high, search.avoid
         first, last = max(0, low - 1), min(self._last, high + 1)
-        route: list[str] = []
+        options: list[list[str]] = []
+        free: list[int] = []  # stages whose peer the policy chooses
         for stage in range(first, last + 1):
             if not low <= stage <= high:
-                route.append(load.holdings[stage].peer)
+                options.append([load.holdings[stage].peer])
                 continue
             wiring, now = self._peers.wiring(stage), trio.current_time()
             known = before.peer_of(stage) if before is not None and before.low <= stage <= before.high else None
             if known is not None and known in wiring and known not in avoid[stage] and not wiring.rests(known, now):
-                route.append(known)
+                options.append([known])
                 continue
-            shun = avoid[stage] | self._cut_from(route[-1] if route else None)
-            route.append(await self._peers.pick(stage, self._cost, shun, called=stage == first))
+            found = self._peers.options(stage, avoid[stage], called=stage == first)
+            if found:
+                free.append(stage)
+            options.append(found or [await self._peers.pick(stage, self._cost, avoid[stage], called=stage == first)])
+        route = self._policy.choose(trio.current_time(), options, self._is_cut)
+        for stage in free:
+            self._peers.chosen(stage, route[stage - first], self._cost)
         return _Way(low, high, first, route)
+
+    def _is_cut(self, one: str, other: str) -> bool:
+        """True when `one` found no way to `other` lately."""
+        return self._cuts.get((one, other), -math.inf) > trio.current_time()
 
     def _note_cut(self, one: str, other: str) -> None:
         self._cuts[one, other] = trio.current_time() + _CUT_S
-
-    def _cut_from(self, one: str | None) -> set[str]:
-        """Peers that `one` found no way to lately."""
-        now = trio.current_time()
-        return {other for (peer, other), until in self._cuts.items() if peer == one and until > now}
 
     # --- as Pipeline ------------------------------------------------------------------------------------------
 
@@ -298,6 +324,7 @@ class DirectPipeline:
         self._serving.clear()
         self._serving.update((m.peer, m.stage) for m in members if m.since)
         self._peers.update(members)
+        self._policy.keep_only(self._peers.names())
 
     def peers(self) -> int:
         """Stage peers that may be called."""

@@ -1,4 +1,4 @@
-"""Dispatch of `stage/3` and `handover/1` calls on one peer: each goes to the post that serves the stage it names.
+"""Dispatch of `stage/4` and `handover/1` calls on one peer: each goes to the post that serves the stage it names.
 
 One process may hold several posts: stages that it serves, and stages whose sums it helps to make. The methods are
 served from the first post's beginning to the last one's end. In one stage a peer is a member or a helper, never both:
@@ -17,11 +17,11 @@ from typing import Any, Final
 
 import trio
 
-from peerd.core.errors import LocalError, PeerdError, Refused
+from peerd.core.errors import OTHER_RUN_FILE, LocalError, PeerdError, Refused
 from peerd.core.ids import PeerId
 from peerd.core.limits import STREAMS_INBOUND
 from peerd.core.messages.handover import Pass
-from peerd.core.messages.swarm import Commit, Prepare, Restore, StageBackward, StageForward, StageLoss
+from peerd.core.messages.swarm import Commit, Prepare, Relocate, Restore, StageBackward, StageForward, StageLoss
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
 from peerd.signals import Signal
 
@@ -33,12 +33,13 @@ _WORK: Final = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=64, 
 # A microbatch's call stays open until its gradient comes back: what it holds, `Room` and the post bound in bytes.
 _WAY: Final = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=STREAMS_INBOUND - 32, calls=2048)
 _METHODS: Final = {
-    "prepare": ("stage/3/prepare", Prepare, _ORDERS),
-    "commit": ("stage/3/commit", Commit, _ORDERS),
-    "restore": ("stage/3/restore", Restore, _ORDERS),
-    "forward": ("stage/3/forward", StageForward, _WORK),
-    "loss": ("stage/3/loss", StageLoss, _WORK),
-    "backward": ("stage/3/backward", StageBackward, _WORK),
+    "prepare": ("stage/4/prepare", Prepare, _ORDERS),
+    "commit": ("stage/4/commit", Commit, _ORDERS),
+    "restore": ("stage/4/restore", Restore, _ORDERS),
+    "transfer": ("stage/4/relocate", Relocate, _ORDERS),
+    "forward": ("stage/4/forward", StageForward, _WORK),
+    "loss": ("stage/4/loss", StageLoss, _WORK),
+    "backward": ("stage/4/backward", StageBackward, _WORK),
     "passes": ("handover/1/pass", Pass, _WAY),
 }
 
@@ -50,6 +51,7 @@ class StageHandlers:
     prepare: Handler
     commit: Handler | None = None
     restore: Handler | None = None
+    transfer: Handler | None = None
     forward: Handler | None = None
     loss: Handler | None = None
     backward: Handler | None = None
@@ -120,13 +122,13 @@ class StageCalls:
             yield
         finally:
             if not self._posts and not self._helpers:
-                self._rpc.unserve("stage/3")
+                self._rpc.unserve("stage/4")
                 self._rpc.unserve("handover/1", {"pass"})
 
     def _find(self, name: str, peer: PeerId, body: Any) -> tuple[StageHandlers, Handler]:
         """The post that a call is for, and what it answers such a call with; raises Refused."""
         if body.run != self._fingerprint:
-            raise Refused("your run file differs from this run's")
+            raise Refused(OTHER_RUN_FILE)
         if _METHODS[name][2] is _ORDERS and peer != self._conductor():
             raise Refused("this peer does not follow you")
         helper = self._helpers.get(body.stage)

@@ -127,7 +127,7 @@ class StageClient:
             body = msgspec.structs.replace(body, grant=self._papers.grant_of(body.seq))
         with self._peers.call_to(name):
             answer = await self._rpc.call(
-                peer, f"stage/3/{call.verb}", body, StageAnswer, frames=call.frames, timeout_s=within_s
+                peer, f"stage/4/{call.verb}", body, StageAnswer, frames=call.frames, timeout_s=within_s
             )
             self._check(call, answer)
             if isinstance(body, StageBackward):

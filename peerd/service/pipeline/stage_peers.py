@@ -35,6 +35,7 @@ _OVERDUE_S = 2.0  # that an answer takes before its peer is asked for a sign of 
 _SILENT_S = 5.0  # without any, until nobody waits for it
 _LOOK_S = 0.5  # between looks at what is overdue
 _HELD_S = 30.0  # at most, that one call shows whether a peer is as quick again as it was
+_PROBLEM_CHARS = 120  # of a failure, in what status says
 _AWAY_S = 0.5  # between looks for a connection from one of the peers that can only dial
 
 
@@ -68,6 +69,7 @@ class StagePeers:
         self._reach, self._probes = CutOff(), False
         self._lost = Signal()  # when a peer could not be reached
         self._changed = Signal()  # when other peers serve, or one can be reached again
+        self._problems = [""] * stages  # what the peer that failed last said of it
         self.waits_for: str | None = None  # the reason that no peer of a stage is called
 
     def __len__(self) -> int:
@@ -98,6 +100,10 @@ class StagePeers:
             for scope in self._calls[name]:  # a peer that has left will not answer: do not wait for the deadline
                 scope.cancel()
         self._changed.notify()
+
+    def names(self) -> set[str]:
+        """Those that serve any stage."""
+        return {name for wiring in self._wirings for name in wiring}
 
     # --- reachability -----------------------------------------------------------------------------------------
 
@@ -130,6 +136,7 @@ class StagePeers:
     def failed(self, stage: int, name: str, started: float, error: RemoteError) -> int:
         """A call that was `started` then has failed; returns how often the peer did so since its last answer."""
         now = trio.current_time()
+        self._problems[stage] = str(error)[:_PROBLEM_CHARS]
         if isinstance(error, TooSlow):
             self._times[stage].gave_up(name, now - started)
         serves = name in self._wirings[stage]  # else it has left, and its calls ended for that
@@ -225,12 +232,22 @@ class StagePeers:
             self.waits_for = (
                 f"stage {stage} has no peers{' on this route' if self._route is not None else ''}"
                 if due is None
-                else f"the peers of stage {stage} failed just now"
+                else f"the peers of stage {stage} failed just now: {self._problems[stage]}"
             )
             if due is not None and due <= now:  # the peers that do not rest can only dial, and have not yet
                 self.waits_for, due = f"the peers of stage {stage} can only dial, and are not connected", now + _AWAY_S
             with trio.move_on_at(due + 0.01 if due is not None else now + 5.0):
                 await self._changed.wait()
+
+    def options(self, stage: int, avoid: set[str], *, called: bool) -> list[str]:
+        """The stage's peers that `pick` may name now, in the order of their turns."""
+        return self._wirings[stage].turns(trio.current_time(), avoid, self.away() if called else set())
+
+    def chosen(self, stage: int, name: str, cost: float) -> None:
+        """A policy has chosen this one of the stage's options."""
+        self._wirings[stage].charge(name, cost)
+        self._hold_overtaken(name)
+        self.waits_for = None
 
     def away(self) -> set[str]:
         """Peers that cannot be reached, or can only dial, and are not connected."""

@@ -4,8 +4,8 @@ A copy is frozen when somebody asks for a position of which there is none, and s
 it is hashed a few pieces at a time, so that the worker gets to other things in between. What is asked for by name (the
 total of a step, a kept checkpoint) is there already and only hashed. Limits: a few copies of either kind, of which one
 in use is not let go for a new one; a number of pieces on their way to one peer and to all (the calls' limits). Beyond
-each, the caller hears Overloaded and when to come back. A caller that names a step that we shall reach is answered
-then, or after _MEET_S; beyond STATE_MEETING such callers, at once.
+each, the caller hears Overloaded and when to come back. A caller that names a step that we shall reach, or asks for the
+total of our next one, is answered then, or after _MEET_S; beyond STATE_MEETING such callers, at once.
 
 A hostile caller may ask for copies at every step (each takes the place of its last one), for pieces that do not exist
 (Refused), or take its answers slowly (it holds its own share of pieces). A copy counts as in use only for callers that
@@ -234,6 +234,8 @@ class Giving:
         shelf = offer.frozen if body.of is None else offer.by_name
         if body.of is None and body.meet:
             await self._meet(offer, call.peer, body.meet)
+        elif body.of is not None and offer.standing is not None and offer.standing().step == body.of.step:
+            await self._meet(offer, call.peer, body.of.step + 1)  # others make that step before us
         async with shelf.lock:
             for other in shelf.copies.values():
                 other.let_go(call.peer)  # it wants another one, or will say so

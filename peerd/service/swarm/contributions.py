@@ -53,6 +53,7 @@ class Tally:
         self._run, self._role, self._file, self._worker = of.run, of.role, of.file, of.worker
         self._dht, self._clock, self._gate = dht, clock, gate
         self._counted_to = clock.now()
+        self._problem = ""  # the reason that the totals were not kept the last time
         self._load()
 
     def add(self, *, samples: int = 0, bytes_aggregated: int = 0) -> None:
@@ -98,11 +99,21 @@ class Tally:
         try:
             await self._worker.run(lambda: _write(file, json.dumps({self._run: kept})), name="keep contributions")
         except OSError as error:
-            _log.info("contributions could not be kept: %s", error)
+            problem = f"{file} can't be written: {error.strerror or error}"
+            if problem != self._problem:
+                _log.info("contributions could not be kept: %s", problem)
+            self._problem = problem
+        else:
+            self._problem = ""
 
 
 def _write(file: Path, text: str) -> None:
-    """Write the file whole, or not at all."""
+    """Write the file whole, or not at all; what a full disk has of it takes no room."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.replace(file)
+    try:
+        temporary.write_text(text)
+        temporary.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

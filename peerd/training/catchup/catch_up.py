@@ -146,6 +146,8 @@ class CatchingUp:
     def swarm_at(self, current: Position, stated: Position) -> None:
         """Take the swarm's position from the conductor's answer to a report of our position as `stated`."""
         position = self._joiner.position
+        if position == current:
+            self.waits_for = None  # also where the swarm came to us: what was waited for is not needed
         if self._goal is None and (stated != position or position == current):
             return  # a commit has come in between, or all is well
         self._goal = None if position == current else current

@@ -2,13 +2,14 @@
 
 It is role `stage`; role `trainer` holds one where the model is one stage: a replica of its own; with `Own` it is a
 user's model, whose gradients the user alone computes. Stages are the run file's (`limits.stage`), and then it stays
-there; else the one that needs a peer most, and when another one has long been without any, this peer may move there
-(`service/conductor/placing`).
+there; else the one that needs a peer most, and this peer may move later on (`moving`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import trio
 
@@ -21,6 +22,7 @@ from peerd.role import RoleContext
 from peerd.signals import Signal
 from peerd.training.checkpoints.stage_checkpoints import Saving
 from peerd.training.stage.external_model import Own
+from peerd.training.stage.moving import Relocating
 from peerd.training.stage.post import Post
 
 
@@ -48,6 +50,7 @@ class StageMember:
         self._placing = self._services.placing()
         self._held: dict[int, _Held] = {}  # by stage, in the order in which they were entered
         self._entered = Signal()  # a post is there
+        self._moving = Relocating(ctx, self._services, self._placing, self)
         self._moves = trio.CancelScope()
         self._nursery: trio.Nursery | None = None
 
@@ -56,9 +59,10 @@ class StageMember:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve stages until cancelled."""
         await self._services.compare_settings()
-        stages = self._run.limits.stages or [await self._choose_stage()]
+        stages = self._run.limits.stages or [await self.choose()]
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            nursery.start_soon(self._services.keep_comparing)
             for stage in stages:
                 await self.enter(stage)
             nursery.start_soon(self._tally.run)
@@ -66,7 +70,7 @@ class StageMember:
                 nursery.start_soon(self._services.calling_in().run)
             if self._is_free:
                 await self._placing.serves_now()
-                nursery.start_soon(self._move_when_needed)
+                nursery.start_soon(self._move)
             task_status.started()
 
     async def leave(self) -> None:
@@ -85,25 +89,41 @@ class StageMember:
             raise LocalError(f"this process serves {POSTS} stages already")
         held = self._held[stage] = _Held(Post(self._ctx, self._services, stage, self._own))
         held.post.stepped = self._stepped
+        if self._is_free:
+            held.post.moves_to = partial(self._moving.order, stage)
         self._entered.notify()
-        await self._nursery.start(self._serve, held)
-        held.begun = True
+        try:
+            await self._nursery.start(self._serve, held)
+            held.begun = True
+        finally:
+            if not held.begun:
+                del self._held[stage]
         return held.post
 
     async def exit(self, stage: int) -> None:
         """Leave the post of `stage` gracefully, and serve it no more; returns when its task has ended."""
+        await self.exit_if(stage, lambda: True)
+
+    async def exit_if(self, stage: int, may_go: Callable[[], bool], patience_s: float | None = None) -> bool:
+        """As `exit`, where the post may go when the step under way has ended, or after `patience_s`; else False."""
         held = self._held[stage]
-        await self._end(held)
+        if not await self._end(held, may_go, patience_s):
+            return False
         del self._held[stage]
         held.post.state.stepped.notify()  # for those that wait for its next position
+        return True
 
-    async def _end(self, held: _Held) -> None:
+    async def _end(
+        self, held: _Held, may_go: Callable[[], bool] = lambda: True, patience_s: float | None = None
+    ) -> bool:
         if not held.begun:
-            return  # nobody knows of it, and the task that begins it would miss it
-        await held.post.leave()
+            return True  # nobody knows of it, and the task that begins it would miss it
+        if not await held.post.leave(patience_s, may_go):
+            return False
         held.scope.cancel()
         await held.ended.wait()  # the record goes after it: a post announces itself as long as it runs
         await self._services.directory.withdraw(held.post.stage)
+        return True
 
     async def _serve(self, held: _Held, *, task_status: trio.TaskStatus[None]) -> None:
         try:
@@ -114,12 +134,16 @@ class StageMember:
 
     # --- where it serves --------------------------------------------------------------------------------------
 
+    async def _move(self) -> None:
+        with self._moves:
+            await self._moving.run()
+
     @property
     def _is_free(self) -> bool:
         """True when the stage is this peer's own choice, among several."""
         return self._run.pipeline.stages > 1 and not self._run.limits.stages
 
-    async def _choose_stage(self) -> int:
+    async def choose(self) -> int:
         """The stage to serve, by need; of a run of one stage that one."""
         if not self._is_free:
             return 0
@@ -127,20 +151,6 @@ class StageMember:
         stage, why = await self._placing.choose(self._arrived_at, has)
         self._ctx.log.event("stage.chosen", stage=stage, why=why)
         return stage
-
-    async def _move_when_needed(self) -> None:
-        """Move to a stage that has lost its peers, whenever it is this peer's turn."""
-        with self._moves:
-            while True:
-                move = await self._placing.next_move(lambda: self.step)
-                if list(self._held) != [move.source]:
-                    continue
-                why = f"stage {move.target} has had no peer for {move.empty_s:.0f} s, stage {move.source} has others"
-                self._ctx.log.event("stage.moved", stage=move.target, before=move.source, why=why)
-                await self._placing.goes(move.target)
-                await self.exit(move.source)
-                await self.enter(move.target)
-                await self._placing.serves_now()
 
     # --- what it holds ----------------------------------------------------------------------------------------
 
@@ -193,5 +203,6 @@ class StageMember:
         if not told:
             return {"stage": -1, "step": 0, "waits_for": "a stage to serve"}
         waits = [str(one["waits_for"]) for one in told if one["waits_for"]]
+        going = {"moves": self._moving.under_way} if self._moving.under_way else {}
         more = {"posts": told, "waits_for": "; ".join(dict.fromkeys(waits)) or None} if len(told) > 1 else {}
-        return told[0] | more
+        return told[0] | more | going

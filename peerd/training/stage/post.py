@@ -18,12 +18,16 @@ import trio
 
 from peerd.compute.model.footprint import room_for_activations
 from peerd.compute.model.served_stage import ServedStage
+from peerd.core.errors import ProtocolViolation, Refused
+from peerd.core.limits import MICROBATCHES
+from peerd.core.messages.encoding import Empty
 from peerd.core.messages.progress import StageProgress
 from peerd.core.messages.proof import receipt
-from peerd.core.messages.swarm import Mb, MemberAnswer, MemberInfo, Position, Receipt
+from peerd.core.messages.swarm import Mb, MemberAnswer, MemberInfo, Position, PostLoad, Receipt, Relocate
 from peerd.core.run.runfile import RunFile
 from peerd.role import RoleContext
 from peerd.service.pipeline.stage_calls import StageHandlers
+from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.run_services import RunServices
 from peerd.training.catchup.catch_up import CatchingUp
 from peerd.training.catchup.step_totals import Leap
@@ -38,6 +42,7 @@ from peerd.training.stage.orders import PostOrders
 from peerd.training.stage.post_state import PostState
 from peerd.training.stage.serving import Serving
 from peerd.training.stage.session import ConductorSession, Holdings, PostReport
+from peerd.training.stage_works import stage_works
 
 _LEAVE_PATIENCE_S: Final = 4.0
 
@@ -49,6 +54,7 @@ class Post:
         assert ctx.run is not None
         self.stage = stage
         self.stepped: Callable[[int], None] = lambda samples: None
+        self.moves_to: Callable[[int, str], None] | None = None  # takes an order to go; None: the peer stays
         self._ctx, self._services, self._own = ctx, services, own
         self._run: RunFile = ctx.run
         self._following, self._conducting = services.following, services.conducting
@@ -98,11 +104,15 @@ class Post:
 
     async def _conduct(self, nursery: trio.Nursery) -> None:
         """Run the conductor's service, as all peers of stage 0 do, idle until they have the duty."""
-        self._following.joined_since = self.session.since
         self._conducting.notes = lambda text: self._ctx.log.event("conductor.noted", note=text)
         self._conducting.warnings = lambda text: self._ctx.log.event("conductor.noted", level="warning", note=text)
         self._conducting.solver = self._coding
+        if self._run.pipeline.stages > 1:  # else there is nothing to choose
+            works = await self._coding.run(partial(stage_works, self._run), name="compare the stages")
+            plans = self._run.pipeline.placement == "network"
+            self._conducting.know_stages(works, self._ctx.worker("planning") if plans else None)
         await nursery.start(self._conducting.run)
+        self._following.joined_since = self.session.since  # from now on it may be asked to conduct
 
     def _start_all(self, nursery: trio.Nursery) -> None:
         announce = partial(announce_now_and_then, self._ctx, self._services, self._progress)
@@ -118,7 +128,11 @@ class Post:
     def _handlers(self) -> StageHandlers:
         orders, serving = self.orders, self.serving
         handlers = StageHandlers(
-            prepare=orders.prepare, commit=orders.commit, restore=orders.restore, samples_per_s=serving.rate
+            prepare=orders.prepare,
+            commit=orders.commit,
+            restore=orders.restore,
+            transfer=self.transfer,
+            samples_per_s=serving.rate,
         )
         if self._own is not None or self._run.experts is not None:
             return handlers  # trainers call neither a user's model nor the trunk of another's
@@ -131,19 +145,35 @@ class Post:
             objections={"backward": serving.objection, "passes": self.handover.objection},
         )
 
-    async def leave(self) -> None:
-        """Let the step under way end, if it can, so that no trainer has to repeat our part; then say goodbye."""
+    async def transfer(self, call: Incoming[Relocate]) -> Answer[Empty]:
+        """The conductor's order to serve another stage; Refused where this peer stays."""
+        body = call.body
+        if not body.target < self._run.pipeline.stages:
+            raise ProtocolViolation(f"the run has no stage {body.target}", call.peer)
+        if self.moves_to is None or body.target == self.stage:
+            raise Refused(f"this peer serves stage {self.stage}, by its user's wish")
+        self.moves_to(body.target, "".join(char if char.isprintable() else "?" for char in body.why))
+        return Answer(Empty())
+
+    async def leave(self, patience_s: float | None = None, may_go: Callable[[], bool] = lambda: True) -> bool:
+        """Let the step under way end, if it can, so that no trainer has to repeat our part; then say goodbye.
+
+        False: when it had ended, the post might not go, and serves on.
+        """
         if not self.state.built:
-            return
+            return True
         self._leaving = True
-        model = self.state.model
-        with trio.move_on_after(_LEAVE_PATIENCE_S):
-            while (model.held or model.early) and not (self._complete or self._stands_still or self._works_alone):
+        with trio.move_on_after(_LEAVE_PATIENCE_S if patience_s is None else patience_s):
+            while self._is_at_work and not (self._complete or self._stands_still or self._works_alone):
                 await self.state.stepped.wait()
+        if not may_go():
+            self._leaving = False
+            return False
         await self.state.save()
         with trio.move_on_after(_LEAVE_PATIENCE_S):
             await self.saving.written()
         await self.session.say_goodbye()
+        return True
 
     # --- as its parts see it ----------------------------------------------------------------------------------
 
@@ -171,6 +201,12 @@ class Post:
         """True when the post is being left, and others of its stage are there to take its place."""
         own = self._ctx.host.id.text
         return self._leaving and any(m.ready and m.stage == self.stage and m.peer != own for m in self.members)
+
+    @property
+    def _is_at_work(self) -> bool:
+        """True while there is a part of this step, or of the next one, that somebody else would have to repeat."""
+        model = self.state.model
+        return bool(model.held or model.early or self.handover.in_flight or self.serving.load.present)
 
     @property
     def _hands_over(self) -> bool:
@@ -214,8 +250,13 @@ class Post:
             position=self.state.position,
             prepared=orders.prepared,
             saved=self.saving.told,
+            load=self._load(),
             holdings=Holdings(model.held, orders.counted, model.early, orders.digest) if whole else None,
         )
+
+    def _load(self) -> PostLoad:
+        load = self.serving.load.look(trio.current_time())
+        return PostLoad(min(load.rate, 1e9), load.busy, min(load.queue, MICROBATCHES), self.moves_to is not None)
 
     def heard(self, answer: MemberAnswer, stated: Position) -> None:
         """See `session.Reporting`."""
@@ -249,6 +290,7 @@ class Post:
             "held_samples": held,
             "samples": self.serving.samples,
             "samples_per_s": self.serving.rate(),
+            "busy": self._load().busy,
             "coding": self.serving.boundary.choices,
             "handover": self.handover.status() if self.state.built and self._hands_over else None,
             "conducts": conducts,
@@ -265,6 +307,7 @@ class Post:
     def _progress(self) -> StageProgress:
         """Our record for the directory; the conductor's has the time when the step is due."""
         conductor, step_in_s = self._following.conductor, self._following.step_in_s
+        load = self._load()
         foretells = self.stage == 0 and self._conducting.acting and step_in_s is not None
         return StageProgress(
             stage=self.stage,
@@ -278,5 +321,7 @@ class Post:
             addrs=self._services.directory.own_addrs(),
             step_at=self._ctx.clock.wall() + (step_in_s or 0.0) if foretells else 0.0,
             client=self._services.directory.only_dials,
+            busy=load.busy,
+            queue=load.queue,
             also=[stage for stage in self._services.calls.stages if stage != self.stage],
         )

@@ -12,10 +12,12 @@ are received, and the trainer is named where it broke the protocol.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import trio
 from msgspec import structs
 
 from peerd.compute.model.kept_graph import Graph
@@ -26,6 +28,7 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import HELD_PADDING_BYTES
 from peerd.core.messages.swarm import Mb, Receipt, StageAnswer, StageBackward, StageForward, StageLoss
 from peerd.core.run.runfile import RunFile
+from peerd.machine.rebalance.load_meter import LoadMeter
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.admissions import Admissions
@@ -77,6 +80,7 @@ class Serving:
         self.boundary = Boundary(ctx, run)
         self.closing = False
         self.samples = 0
+        self.load = LoadMeter(trio.current_time())
         self._busy_s = 0.0
 
     def rate(self) -> float:
@@ -92,6 +96,7 @@ class Serving:
         """Count what this peer's own trainer has computed beside the calls."""
         self.samples += samples
         self._busy_s += seconds
+        self.load.worked(samples / self._run.pipeline.microbatch, seconds)
 
     def stage_at(self, step: int | None) -> ServedStage:
         """The stage, if it is at `step`, or near enough in a delayed run; else Refused. None: at whatever step.
@@ -118,7 +123,7 @@ class Serving:
     ) -> Made:
         """The stage's output for an input that `peer` sent; `keep_graph`: for the backward, where that saves time."""
         served = self.stage_at(step)
-        async with self.boundary.room.place(backward=False, step=self._place.step if step is None else step):
+        async with self._present(backward=False, step=self._place.step if step is None else step):
             (x,) = await self.boundary.decode(peer, [x_frame], "the input")
             if len(x_frame.payload) > x.nbytes + HELD_PADDING_BYTES // 2:
                 raise ProtocolViolation(f"the input's frame has {len(x_frame.payload)} bytes, it {x.nbytes}", peer)
@@ -128,7 +133,7 @@ class Serving:
     async def output_again(self, step: int, mb: Mb, line_bytes_per_s: float = 0.0) -> Made:
         """The stage's output for a microbatch whose backward was made here; Refused when it is not kept."""
         served = self.stage_at(step)
-        async with self.boundary.room.place(backward=False, step=step):
+        async with self._present(backward=False, step=step):
             outcome = await self._work(lambda: served.output_again(step, mb), "forward")
             return await self._coded(outcome, "output", line_bytes_per_s)
 
@@ -147,7 +152,7 @@ class Serving:
         """
         served = self.stage_at(step)
         self.need_a_microbatch(peer, frames)
-        async with self.boundary.room.place(backward=True, step=step):
+        async with self._present(backward=True, step=step):
             x, target = await self.boundary.decode(peer, frames, "the input", "the output's gradient or the targets")
             self.refuse_when_closing(step)  # once more: nothing may come in between now and the device's queue
 
@@ -157,7 +162,18 @@ class Serving:
 
             outcome = await self.compute(peer, backward, "backward")
             self.samples += self._run.pipeline.microbatch
+            self.load.worked(1.0, 0.0)
             return await self._coded(outcome, "input gradient", line_bytes_per_s)
+
+    @asynccontextmanager
+    async def _present(self, *, backward: bool, step: int) -> AsyncIterator[None]:
+        """A place among the calls with decoded tensors; who waits for one counts as this peer's load."""
+        self.load.came(trio.current_time())
+        try:
+            async with self.boundary.room.place(backward=backward, step=step):
+                yield
+        finally:
+            self.load.went(trio.current_time())
 
     async def check_targets(self, peer: PeerId, step: int, frame: TensorFrame) -> None:
         """ProtocolViolation of `peer` where these are no targets, which another stage will need."""
@@ -180,6 +196,7 @@ class Serving:
         except Stale as error:
             raise Refused(str(error)) from None
         self._busy_s += outcome.seconds
+        self.load.worked(0.0, outcome.seconds)
         return outcome
 
     async def compute(self, peer: PeerId, job: Callable[[], StageOutcome], name: str) -> StageOutcome:

@@ -13,12 +13,13 @@ from typing import Final, Protocol
 
 import trio
 
-from peerd.core.messages.swarm import LineInfo, Mb, Mbs, MemberAnswer, MemberInfo, MemberSync, Position
+from peerd.core.messages.swarm import LineInfo, Mb, Mbs, MemberAnswer, MemberInfo, MemberSync, Position, PostLoad
 from peerd.machine.conductor.member_list import KnownMembers
 from peerd.machine.swarm.roster import START
 from peerd.service.run_services import RunServices
 
 _WAIT_S: Final = 2.0  # for news, at the conductor
+_LOAD_S: Final = 10.0  # between two reports of the load
 _ANSWER_S: Final = 8.0  # beyond that
 
 
@@ -41,6 +42,7 @@ class PostReport:
     position: Position = START
     prepared: Position | None = None
     saved: list[Position] = field(default_factory=list)
+    load: PostLoad | None = None
     holdings: Holdings | None = None
 
 
@@ -71,6 +73,7 @@ class ConductorSession:
         self._told, self._news = 0, 0  # calls of `tell`: those reported, and all
         self._line_said: LineInfo | None = None
         self._stated = START
+        self._load_said_at = float("-inf")
 
     async def run(self) -> None:
         """Report until cancelled."""
@@ -79,7 +82,7 @@ class ConductorSession:
             told = self._news
             with trio.CancelScope() as self._asking:
                 timeout_s = _WAIT_S + _ANSWER_S
-                answer = await self._following.ask("swarm/3/member", self._report, MemberAnswer, timeout_s, by)
+                answer = await self._following.ask("swarm/4/member", self._report, MemberAnswer, timeout_s, by)
             if self._asking.cancelled_caught:
                 continue
             self._seen, self._resend, self._told = answer.version, answer.resend, told
@@ -124,4 +127,13 @@ class ConductorSession:
             early=Mbs.of(has.early if has is not None else []),
             listed=self._listed.version,
             digest=has.digest if has is not None else b"",
+            load=self._load(said.load, whole),
         )
+
+    def _load(self, load: PostLoad | None, whole: bool) -> PostLoad | None:
+        """The load, where it is due to be said."""
+        now = trio.current_time()
+        if load is None or not (whole or now - self._load_said_at >= _LOAD_S):
+            return None
+        self._load_said_at = now
+        return load

@@ -44,3 +44,17 @@ def test_a_stage_peer_says_what_it_has_and_how_microbatches_go_on() -> None:
 def test_a_trainer_says_why_it_does_not_send_more() -> None:
     told = {"role": "trainer", "microbatches": {"counted": 8, "in_flight": 5}, "in_flight_why": "all stages are full"}
     assert list(details(told)) == ["8 microbatches counted, 5 under way: all stages are full"]
+
+
+def test_a_trainer_that_waits_does_not_look_busy() -> None:
+    told = {"role": "trainer", "microbatches": {"counted": 8, "in_flight": 5}, "in_flight_why": "all stages are full"}
+    told |= {"waits_for": "stage 1 has no peers", "next_step_in_s": 0.0}
+    assert list(details(told)) == ["8 microbatches counted, 5 under way"]
+    assert list(details(told | {"next_step_in_s": 7.0}))[-1] == "next step in about 7 s"
+    assert list(details(told | {"waits_for": None}))[-1] == "next step any moment"
+
+
+def test_a_stage_peer_tells_how_busy_it_is_and_where_it_goes() -> None:
+    role = {"role": "stage", "busy": 0.834, "moves": "goes from stage 1 to stage 2"}
+    assert list(details(role)) == ["busy 83 % of the time", "goes from stage 1 to stage 2"]
+    assert list(details({"role": "stage", "busy": 0.0})) == []

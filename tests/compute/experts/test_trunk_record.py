@@ -1,4 +1,4 @@
-"""A trunk's checkpoints are read back as a run with experts, and no plain model is made of them."""
+"""A trunk's checkpoints are read back as a run with experts, and no model is made of them alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_record_of_a_run_without_experts_is_as_it_was(tmp_path: Path) -> None:
 
 def test_a_trunk_alone_is_not_exported(tmp_path: Path) -> None:
     save_all(tmp_path / "home", RUN)
-    with pytest.raises(ConfigError, match="run 'moe' has experts"):
+    with pytest.raises(ConfigError, match="holds no checkpoint of an expert of layer 0 of run 'moe'; give"):
         export(ExportWish(root=tmp_path / "home", out=tmp_path / "out"))
 
 

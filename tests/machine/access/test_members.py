@@ -67,10 +67,10 @@ def test_methods_that_no_table_names_are_for_every_member_and_for_nobody_else() 
     books.admit(PEERS[0], token(PEERS[0], "backbone"), NOW)
     assert books.may_call(PEERS[0], "new/1", "new/1/thing", NOW) is None
     assert books.may_call(PEERS[1], "new/1", "new/1/thing", NOW) is not None
-    assert books.may_call(PEERS[0], "stage/3", "stage/3/forward", NOW) is not None
+    assert books.may_call(PEERS[0], "stage/4", "stage/4/forward", NOW) is not None
     assert books.may_serve(PEERS[0], "kept/1", "kept/1/x", NOW) is None
     assert books.may_serve(PEERS[0], "state/1", "state/1/x", NOW) is not None
-    assert books.may_serve(PEERS[0], "stage/3", "stage/3/x", NOW) is not None
+    assert books.may_serve(PEERS[0], "stage/4", "stage/4/x", NOW) is not None
     assert books.may_serve(PEERS[1], "dht/3", "dht/3/x", NOW) is None
 
 
@@ -78,12 +78,12 @@ def test_a_helper_is_no_stage() -> None:
     books = roll()
     books.admit(PEERS[0], token(PEERS[0], "aux"), NOW)
     for service, name, fine in (
-        ("stage/3", "prepare", True),
-        ("stage/3", "forward", False),
+        ("stage/4", "prepare", True),
+        ("stage/4", "forward", False),
         ("average/1", "part", True),
     ):
         assert (books.may_serve(PEERS[0], service, f"{service}/{name}", NOW) is None) == fine
-    for service, name, fine in (("swarm/3", "member", True), ("stage/3", "commit", False), ("average/1", "part", True)):
+    for service, name, fine in (("swarm/4", "member", True), ("stage/4", "commit", False), ("average/1", "part", True)):
         assert (books.may_call(PEERS[0], service, f"{service}/{name}", NOW) is None) == fine
 
 
@@ -99,9 +99,29 @@ def test_microbatches_are_handed_over_by_trainers_and_stage_peers_and_relayed_fo
         assert books.may_call(PEERS[1], "handover/1", "handover/1/pass", NOW) is not None
 
 
+@pytest.mark.parametrize(
+    ("role", "reports", "reads", "serves"),
+    [
+        ("stage", True, True, True),
+        ("trainer", True, True, False),
+        ("aux", True, True, False),
+        ("backbone", False, True, False),
+    ],
+)
+def test_the_map_of_the_network_is_for_members_and_made_by_those_who_take_part(
+    role: str, reports: bool, reads: bool, serves: bool
+) -> None:
+    books = roll()
+    books.admit(PEERS[0], token(PEERS[0], role), NOW)
+    assert (books.may_call(PEERS[0], "network/1", "network/1/report", NOW) is None) == reports
+    assert (books.may_call(PEERS[0], "network/1", "network/1/map", NOW) is None) == reads
+    assert (books.may_serve(PEERS[0], "network/1", "network/1/map", NOW) is None) == serves
+    assert books.may_call(PEERS[1], "network/1", "network/1/map", NOW) is not None
+
+
 def test_a_trainer_is_a_stage_only_where_there_is_no_pipeline() -> None:
     for stages, fine in ((1, True), (2, False)):
         books = roll(stages)
         books.admit(PEERS[0], token(PEERS[0], "trainer"), NOW)
-        assert (books.may_call(PEERS[0], "swarm/3", "swarm/3/member", NOW) is None) == fine
-        assert (books.may_serve(PEERS[0], "swarm/3", "swarm/3/x", NOW) is None) == fine
+        assert (books.may_call(PEERS[0], "swarm/4", "swarm/4/member", NOW) is None) == fine
+        assert (books.may_serve(PEERS[0], "swarm/4", "swarm/4/x", NOW) is None) == fine

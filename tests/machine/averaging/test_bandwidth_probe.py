@@ -51,7 +51,7 @@ class Swarm:
 
 
 def told_measured(line: LineInfo) -> LineInfo:
-    return LineInfo(line.mode, line.up_bytes_per_s, line.down_bytes_per_s, line.elements, line.dtype, [], 0, True, True)
+    return LineInfo(line.mode, line.up_bytes_per_s, line.down_bytes_per_s, line.elements, line.dtype, 0, True, True)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_lines_that_are_stated_are_not_tried() -> None:
     for peer in "abc":
         lines.tell(peer, 0, LineInfo("node", MB, MB, 1000, "float32"))
     assert lines.measured(0, ("a", "b", "c")) == {}
-    lines.tell("a", 0, LineInfo("node", MB, 2 * MB, 1000, "float32", [], 0, False, True))
+    lines.tell("a", 0, LineInfo("node", MB, 2 * MB, 1000, "float32", 0, False, True))
     assert lines.measured(0, ("a", "b", "c")) == {}, "its limit is what counts"
-    lines.tell("a", 0, LineInfo("node", 3 * MB, 2 * MB, 1000, "float32", [], 0, False, True))
+    lines.tell("a", 0, LineInfo("node", 3 * MB, 2 * MB, 1000, "float32", 0, False, True))
     assert lines.measured(0, ("a", "b", "c")) == {"a": 2 * MB}
-    lines.tell("b", 0, LineInfo("client", MB, MB, 1000, "float32", [], 0, True, True))
+    lines.tell("b", 0, LineInfo("client", MB, MB, 1000, "float32", 0, True, True))
     assert "b" not in lines.measured(0, ("a", "b", "c"))
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peerd.core.limits import LINE_BYTES_PER_S_MIN, LINE_PAIRS_GROUP
 from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.swarm import LineInfo, Mbs, PairLimit, Prepare
+from peerd.core.messages.swarm import LineInfo, Mbs, Prepare
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.machine.averaging.shares import NoSplit
 from peerd.machine.averaging.work_split import Lines, Split
@@ -118,16 +117,28 @@ def test_a_round_is_sent_evenly_only_where_all_lines_are_stated() -> None:
 
 
 def test_limits_between_pairs_are_collected_and_solved() -> None:
-    slow = node(MB, pairs=[PairLimit("b", 1e4), PairLimit("stranger", 1.0), PairLimit("c", math.nan)])
-    split = lines(a=slow, b=node(MB), c=node(MB)).split(0, GROUP)
+    known = lines(a=node(MB), b=node(MB), c=node(MB / 4))
+    before, changes = known.split(0, GROUP), known.changes
+    limits = {("a", "b"): 1e4, ("b", "c"): 0.2 * MB, ("a", "stranger"): 1.0, ("c", "a"): 1e-9}
+    known.limit_pairs(limits)
+    assert known.changes == changes + 1
+    split = known.split(0, GROUP)
+    assert before is not None
     assert split is not None
-    assert dict(split.pairs) == {("a", "b"): 1e4}
+    assert before.pairs == ()
+    assert dict(split.pairs) == {("a", "b"): 1e4, ("c", "a"): LINE_BYTES_PER_S_MIN}, "c's line alone is as narrow"
+    known.limit_pairs(dict(limits))
+    assert known.changes == changes + 1
+    assert known.split(0, GROUP) is split
+    known.limit_pairs({})
+    assert known.split(0, GROUP) == before
 
 
 @pytest.mark.slow  # scipy takes half a second to import
 def test_a_narrow_pair_moves_the_work() -> None:
-    slow = node(MB, pairs=[PairLimit("b", 1e4)])
-    split = lines(a=slow, b=node(MB), c=node(MB)).split(0, GROUP)
+    known = lines(a=node(MB), b=node(MB), c=node(MB))
+    known.limit_pairs({("a", "b"): 1e4})
+    split = known.split(0, GROUP)
     assert split is not None
     within = shares(split.within_pairs())
     assert within["c"] > 0.95
@@ -145,10 +156,28 @@ infos = st.builds(
 )
 
 
-@given(st.dictionaries(st.sampled_from("abcdefgh"), infos), st.integers(2, 6))
-def test_whatever_is_said_the_order_is_one_that_members_take(said: dict[str, LineInfo], members: int) -> None:
+def test_limits_between_pairs_do_not_count_in_large_groups() -> None:
+    group = tuple(f"p{number:03}" for number in range(LINE_PAIRS_GROUP + 1))
+    known = lines(**dict.fromkeys(group, node(MB)))
+    known.limit_pairs({group[:2]: 1e4})  # type: ignore[dict-item]
+    small, large = known.split(0, group[:-1]), known.split(0, group)
+    assert small is not None
+    assert large is not None
+    assert (len(small.pairs), large.pairs) == (1, ())
+
+
+narrow = st.dictionaries(
+    st.tuples(st.sampled_from("abcdefgh"), st.sampled_from("abcdefgh")), st.floats(1e-9, 125e9), max_size=8
+)
+
+
+@given(st.dictionaries(st.sampled_from("abcdefgh"), infos), st.integers(2, 6), narrow)
+def test_whatever_is_said_the_order_is_one_that_members_take(
+    said: dict[str, LineInfo], members: int, pairs: dict[tuple[str, str], float]
+) -> None:
     group = tuple("abcdefgh"[:members])
     known = lines(**{p: i for p, i in said.items() if p not in group or i.mode != "aux"})
+    known.limit_pairs(pairs)
     try:
         split = known.split(0, group)
     except NoSplit:

@@ -64,7 +64,7 @@ def conducts(rpc: Rpc, log: list[int], number: int) -> None:
         log.append(number)
         return Answer(Empty())
 
-    rpc.serve("swarm/3/test", Empty, answer)
+    rpc.serve("swarm/4/test", Empty, answer)
 
 
 class LivingLinks:
@@ -92,11 +92,11 @@ async def test_one_that_answers_pings_and_no_calls_is_asked_twice_and_then_the_n
             await trio.sleep_forever()
             raise AssertionError
 
-        rpcs[1].serve("swarm/3/test", Empty, hang)
+        rpcs[1].serve("swarm/4/test", Empty, hang)
         conducts(rpcs[2], log, 2)
         links = LivingLinks()
         me = Following(rpcs[0], ids[0], directory, ways=links)
-        await me.ask("swarm/3/test", Empty, Empty, 10.0)
+        await me.ask("swarm/4/test", Empty, Empty, 10.0)
         assert log == [1, 1, 2]
         assert links.probed == [ids[1]]
 
@@ -161,15 +161,15 @@ async def test_the_next_is_asked_when_the_first_is_gone_and_the_change_is_told(a
         directory.add(ids[1], 1.0)
         directory.add(ids[2], 2.0)
         me = following(rpcs[0], ids[0], directory)
-        await me.ask("swarm/3/test", Empty, Empty, 5.0)
-        await me.ask("swarm/3/test", Empty, Empty, 5.0)
+        await me.ask("swarm/4/test", Empty, Empty, 5.0)
+        await me.ask("swarm/4/test", Empty, Empty, 5.0)
         assert (log, me.conductor, me.changes) == ([1, 1], ids[1], 1)
         net.cut(ids[0], ids[1])
-        await me.ask("swarm/3/test", Empty, Empty, 5.0)
+        await me.ask("swarm/4/test", Empty, Empty, 5.0)
         assert (log, me.conductor, me.changes) == ([1, 1, 2], ids[2], 2)
         net.heal(ids[0], ids[1])
         await trio.sleep(60)
-        await me.ask("swarm/3/test", Empty, Empty, 5.0)
+        await me.ask("swarm/4/test", Empty, Empty, 5.0)
         assert me.conductor == ids[2], "whoever conducts well goes on"
 
 
@@ -178,7 +178,7 @@ async def test_it_waits_with_a_reason_until_stage_0_has_a_peer(autojump_clock: M
         log: list[int] = []
         conducts(rpcs[1], log, 1)
         me = following(rpcs[0], ids[0], directory)
-        nursery.start_soon(me.ask, "swarm/3/test", Empty, Empty, 5.0)
+        nursery.start_soon(me.ask, "swarm/4/test", Empty, Empty, 5.0)
         await trio.sleep(5)
         assert me.waits_for == "stage 0 has no peers"
         directory.add(ids[1], 1.0)
@@ -198,10 +198,10 @@ async def test_a_refusal_is_shown_and_asked_again(autojump_clock: MockClock) -> 
                 raise Refused("the conductor is somebody else")
             return Answer(Empty())
 
-        rpcs[1].serve("swarm/3/test", Empty, answer)
+        rpcs[1].serve("swarm/4/test", Empty, answer)
         directory.add(ids[1], 1.0)
         me = following(rpcs[0], ids[0], directory)
-        await me.ask("swarm/3/test", Empty, Empty, 5.0)
+        await me.ask("swarm/4/test", Empty, Empty, 5.0)
         assert refusals == -1
 
 
@@ -219,8 +219,8 @@ async def test_who_leaves_tells_the_conductor_and_waits_no_longer_than_a_second_
             await trio.sleep_forever()
             raise AssertionError
 
-        rpcs[1].serve("swarm/3/leave", Leave, leaves)
-        rpcs[2].serve("swarm/3/leave", Leave, hangs)
+        rpcs[1].serve("swarm/4/leave", Leave, leaves)
+        rpcs[2].serve("swarm/4/leave", Leave, hangs)
         me, run = following(rpcs[0], ids[0], directory), bytes(16)
         for conductor in (None, ids[0]):  # nobody, or we ourselves: there is nothing to say
             me.conductor = conductor
@@ -244,5 +244,5 @@ async def test_a_conductor_that_answers_at_once_is_asked_no_more_often_than_repo
         me = following(rpcs[0], ids[0], directory)
         with trio.move_on_after(10):
             while len(log) < 10_000:
-                await me.ask("swarm/3/test", Empty, Empty, 5.0)
+                await me.ask("swarm/4/test", Empty, Empty, 5.0)
         assert REPORTS_AT_ONCE + 9 * REPORTS_PER_S <= len(log) <= REPORTS_AT_ONCE + 11 * REPORTS_PER_S

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import pytest
 import trio
 
-from peerd.core.messages.swarm import LineInfo, PairLimit
+from peerd.core.messages.swarm import LineInfo
 from peerd.machine.averaging.topology import Grouping
 from peerd.machine.averaging.work_split import Lines
 from peerd.machine.conductor.conductor import ConductorConfig
@@ -29,10 +29,11 @@ class Counting:
         return await trio.to_thread.run_sync(job)
 
 
-def orders(pairs: dict[str, list[PairLimit]]) -> list[SendPrepare]:
+def orders(pairs: dict[tuple[str, str], float]) -> list[SendPrepare]:
     lines = Lines()
     for name in NAMES:
-        lines.tell(name, 0, LineInfo("node", 1e7, 1e7, 1000, "float32", pairs.get(name, [])))
+        lines.tell(name, 0, LineInfo("node", 1e7, 1e7, 1000, "float32"))
+    lines.limit_pairs(pairs)
     found = Grouping(lines, 3).order(0, NAMES)
     return [SendPrepare(name, bytes(16), b"", NAMES, (), found.split, found.rounds[name]) for name in NAMES]
 
@@ -46,7 +47,7 @@ async def divided(given: list[SendPrepare]) -> tuple[list[SendPrepare], int]:
 
 @pytest.mark.slow
 async def test_a_slow_pair_changes_the_shares_of_its_group_and_of_no_other() -> None:
-    given = orders({"p0": [PairLimit("p1", 1e5)]})
+    given = orders({("p0", "p1"): 1e5})
     found, jobs = await divided(given)
     assert jobs == 1
     for before, after in zip(given, found, strict=True):

@@ -8,7 +8,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.core.errors import RemoteError, TooSlow, Unreachable
+from peerd.core.errors import Refused, RemoteError, TooSlow, Unreachable
 from peerd.service.pipeline.stage_peers import StagePeers
 from peerd.sim.clock import SimClock
 from tests.kit.handing import STAGES, Ways, members, peer
@@ -34,3 +34,15 @@ async def test_a_peer_that_fails_many_calls_at_once_is_told_of_in_one_line(
         nursery.cancel_scope.cancel()
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.endswith("is left out until it can be" if isinstance(error, Unreachable) else "a call failed")
+
+
+async def test_who_waits_for_peers_that_fail_says_what_they_said(autojump_clock: MockClock) -> None:
+    peers = StagePeers(STAGES, SimClock(1, "t"), Ways())
+    peers.update(members("a0", "b0"))
+    for name in ("a0", "b0"):
+        peers.failed(0, peer(name), trio.current_time(), Refused("the gradient has values that are not finite"))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(peers.pick, 0, 1.0, set[str]())
+        await trio.testing.wait_all_tasks_blocked()
+        assert peers.waits_for == "the peers of stage 0 failed just now: the gradient has values that are not finite"
+    assert peers.waits_for is None

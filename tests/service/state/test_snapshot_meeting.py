@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from peerd.core.errors import RemoteError
+from peerd.core.errors import Refused, RemoteError
 from peerd.core.limits import STATE_MEETING
-from peerd.core.messages.swarm import StateManifest, StateRequest
+from peerd.core.messages.state import StateItem
+from peerd.core.messages.swarm import Position, StateManifest, StateRequest
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from tests.kit.workers import InlineWorker
 from tests.service.state.test_snapshot import RUN, Counting, Donor, fetch, peers, state, values
 
 
@@ -73,6 +76,37 @@ async def test_donors_that_come_to_answer_at_different_moments_meet_at_a_step(
             nursery.cancel_scope.cancel()
         assert data == values(state(position.step))
         assert trio.current_time() - begun < 15, "in the time of some seven rounds"
+
+
+async def test_the_total_of_a_donors_present_step_is_answered_when_it_makes_that_step(
+    autojump_clock: MockClock,
+) -> None:
+    """Members commit one after another: who is told of a step by the first may ask the last before it gets there."""
+    async with peers(2) as (_, [(at, rpc), (_, joiner)]):
+        donor = Donor(rpc, 7)
+        leads_on = Position(7, b"x")
+
+        async def named(of: Position) -> tuple[Position, list[StateItem]] | None:
+            return (Position(8, b"x"), state(8)) if donor.step > of.step else None
+
+        donor.giving.offer_named(RUN, 1, named, InlineWorker())
+
+        async def ask(of: Position) -> StateManifest:
+            body = StateRequest(RUN, 1, of=of)
+            return (await joiner.call(at, "state/1/manifest", body, StateManifest, timeout_s=60)).body
+
+        with pytest.raises(Refused):
+            await ask(Position(9, b"x"))  # not the next one: not waited for
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(after, 3.0, donor.move)
+            begun = trio.current_time()
+            assert (await ask(leads_on)).position == Position(8, b"x")
+        assert 3.0 <= trio.current_time() - begun < 4.0
+
+
+async def after(wait_s: float, then: Callable[[], None]) -> None:
+    await trio.sleep(wait_s)
+    then()
 
 
 async def test_callers_that_wait_for_a_far_step_keep_nobody_from_an_answer(autojump_clock: MockClock) -> None:

@@ -95,3 +95,22 @@ async def test_a_file_that_makes_no_sense_costs_the_past_and_no_more(
     unwritable.add(samples=3)
     await unwritable.publish()
     assert directory.puts[-1].samples == 3
+
+
+async def test_a_disk_that_takes_nothing_is_named_once_and_nothing_is_left_on_it(
+    autojump_clock: MockClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    file = tmp_path / "given.json"
+    mine = tally(Directory(), file)
+    with monkeypatch.context() as patch, caplog.at_level("INFO"):
+        patch.setattr(Path, "replace", full)
+        for _ in range(3):
+            await mine.publish()
+    said = f"contributions could not be kept: {file} can't be written: No space left on device"
+    assert caplog.messages == [said]
+    assert os.listdir(tmp_path) == []
+    await mine.publish()
+    assert os.listdir(tmp_path) == ["given.json"]

@@ -1,0 +1,1 @@
+"""The network between peers: what each measures of its own links, and the conductor's map of all pairs."""

@@ -1,0 +1,222 @@
+"""Costs of hops as a trainer learns them from answers, sans-IO: seconds of computing, of waiting, and between peers.
+
+An answer tells of each hop how long it computed, waited, and was without an answer of the next one. A hop's time beyond
+what the next one accounts for was spent between the two: both directions, sizes over rates and delays. Pairs that were
+never measured, or long ago, are guessed by network coordinates, a little too short, so that each is tried once if it
+looks good.
+
+Claims are hostile input. All that a hop and those after it claim has to fit into what the one before it measured, in
+the end the trainer itself; what is missing counts as the way between the two, so a liar can only move its time to
+places that its own ways pay for. How long a peer computes is the median of what different peers before it brought, the
+time between two the median of the last ones, and a hop may account for at most so much of its time by those after it as
+these are known to take: a liar that speaks for others has little of it. Where one peer alone has told of another, it is
+not believed that this one is slow. A peer counts as at most `_FASTEST` times as fast as the median of its stage.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.messages.handover import Hop
+from peerd.machine.pipeline.coordinates import Coordinates
+
+_SMOOTHING: Final = 0.3
+_TELLERS: Final = 8  # peers before one whose claims of its computing are remembered
+_FASTEST: Final = 8.0  # times as fast as the median, at most
+_TRUSTED: Final = 1.5  # times what those after a hop are known to take, at most, is theirs
+_PAIRS: Final = 8192
+_LAST: Final = 3  # measurements of a pair, of which the middle one counts
+_GUESSED: Final = 0.8  # of what coordinates say: each pair is tried once if it looks good
+_STALE_S: Final = 600.0  # after which what was measured is tried again, if it may have become better
+_CACHED: Final = 16384  # guesses that are kept until something was measured some times
+_REFRESHED_EVERY: Final = 8  # answers
+
+TRAINER: Final = ""  # the name of the trainer's own place
+
+
+class _Known:
+    """One peer, as answers have told of it: by who brought it, seconds of computing and of waiting for others' work."""
+
+    def __init__(self) -> None:
+        self._told = BoundedDict[str, tuple[float, float]](_TELLERS)
+        self._count, self._at = 0, -math.inf
+        self.service_s = self.waiting_s = 0.0  # the medians
+
+    def note(self, before: str, service_s: float, wait_s: float, now: float) -> None:
+        old_s = self._told.get(before, (0.0, wait_s))[1]
+        self._told[before] = service_s, old_s + _SMOOTHING * (wait_s - old_s)
+        self._count, self._at = self._count + 1, now
+        self.service_s, self.waiting_s = map(statistics.median_low, zip(*self._told.values(), strict=True))
+
+    def is_doubtful(self, now: float) -> bool:
+        """True where one peer alone has told of it, not often, or it was long ago: then it is tried once more."""
+        one_alone = len(self._told) == 1 and TRAINER not in self._told and self._count < _TELLERS
+        return one_alone or now - self._at >= _STALE_S
+
+
+class _Pair:
+    """Seconds between two peers, there and back."""
+
+    def __init__(self) -> None:
+        self._last = deque[float](maxlen=_LAST)
+        self.at = -math.inf
+
+    def note(self, seconds: float, now: float) -> None:
+        self._last.append(seconds)
+        self.at = now
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median_low(self._last)
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """A hop's time as it counts, within what the one before it measured."""
+
+    peer: str
+    service_s: float
+    wait_s: float
+    onward_s: float
+
+    @property
+    def whole_s(self) -> float:
+        return self.service_s + self.wait_s + self.onward_s
+
+
+class HopCosts:
+    """See the module's header. Names are peer ids as text."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._known: dict[str, _Known] = {}
+        self._pairs = BoundedDict[tuple[str, str], _Pair](_PAIRS)
+        self._coordinates = Coordinates(rng)
+        self._guesses: dict[str, dict[str, float | None]] = {}
+        self._guessed, self._answers = 0, 0
+
+    # --- what is known ----------------------------------------------------------------------------------------
+
+    def services(self, names: Sequence[str], now: float) -> list[float]:
+        """Seconds that each of a stage's peers computes for a microbatch; the median where not known, 0 of none."""
+        found = [self._known.get(name) for name in names]
+        told = [known.service_s for known in found if known is not None]
+        if not told:
+            return [0.0] * len(names)
+        middle = statistics.median_low(told)
+        least = middle / _FASTEST
+        return [
+            middle
+            if known is None
+            else max(least, min(known.service_s, middle) if known.is_doubtful(now) else known.service_s)
+            for known in found
+        ]
+
+    def waiting_s(self, name: str, now: float) -> float:
+        """Seconds that microbatches wait at a peer for others than ours."""
+        known = self._known.get(name)
+        return 0.0 if known is None or known.is_doubtful(now) else known.waiting_s
+
+    def between(self, one: str, others: Sequence[str], now: float) -> list[float]:
+        """Seconds between a peer and each of these, there and back: where nothing is known, as to the nearest."""
+        row = self._guesses.get(one)
+        if row is None:
+            if self._guessed > _CACHED:
+                self._forget_guesses()
+            row = self._guesses[one] = {}
+        for other in others:
+            if other not in row:
+                row[other] = self._guess(one, other, now)
+                self._guessed += 1
+        found = [row[other] for other in others]
+        least_s = min((seconds for seconds in found if seconds is not None), default=0.0)
+        return [least_s if seconds is None else seconds for seconds in found]
+
+    def _guess(self, one: str, other: str, now: float) -> float | None:
+        pair, far_s = self._pairs.get((one, other)), self._coordinates.between_s(one, other)
+        if pair is not None and (far_s is None or now - pair.at < _STALE_S):
+            return pair.seconds
+        if far_s is None:
+            return None
+        return _GUESSED * far_s if pair is None else min(pair.seconds, _GUESSED * far_s)
+
+    def _forget_guesses(self) -> None:
+        self._guesses, self._guessed = {}, 0
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Forget all other peers."""
+        self._known = {name: known for name, known in self._known.items() if name in names}
+        self._coordinates.keep_only(names)
+        for pair in [pair for pair in self._pairs if not all(name in names or name == TRAINER for name in pair)]:
+            del self._pairs[pair]
+        self._forget_guesses()
+
+    @property
+    def remembered(self) -> int:
+        """Peers, and pairs of them, of which anything is known."""
+        return len(self._known) + len(self._pairs)
+
+    # --- what answers tell ------------------------------------------------------------------------------------
+
+    def answered(self, now: float, hops: Sequence[Hop], took_s: float, loads: Sequence[int]) -> None:
+        """A way from the trainer through these hops took so long. `loads`: by hop, others of ours that were there."""
+        spent = within(hops, took_s)
+        explained_s = [load * self._service_s(hop) for hop, load in zip(spent, loads, strict=True)]
+        known_s = self._rest_s(spent, explained_s)
+        before, outer_s = TRAINER, took_s
+        for hop, rest_s in zip(spent, known_s, strict=True):
+            accounted_s = hop.whole_s if rest_s is None else min(hop.whole_s, _TRUSTED * rest_s)
+            self._note_pair(before, hop.peer, outer_s - accounted_s, now)
+            before, outer_s = hop.peer, hop.onward_s
+        before = TRAINER
+        for hop, explained in zip(spent, explained_s, strict=True):
+            known = self._known.setdefault(hop.peer, _Known())
+            known.note(before, hop.service_s, max(0.0, hop.wait_s - explained), now)
+            before = hop.peer
+        self._answers += 1
+        if self._answers % _REFRESHED_EVERY == 0:
+            self._forget_guesses()
+
+    def _service_s(self, hop: Spent) -> float:
+        known = self._known.get(hop.peer)
+        return hop.service_s if known is None else known.service_s
+
+    def _rest_s(self, spent: Sequence[Spent], explained_s: Sequence[float]) -> list[float | None]:
+        """For each hop, how long it and those after it are known to take; None: not known of all."""
+        found: list[float | None] = []
+        rest_s: float | None = 0.0
+        after: str | None = None
+        for hop, explained in zip(reversed(spent), reversed(explained_s), strict=True):
+            known, pair = self._known.get(hop.peer), self._pairs.get((hop.peer, after or ""))
+            if rest_s is None or known is None or (after is not None and pair is None):
+                rest_s = None
+            else:
+                rest_s += known.service_s + known.waiting_s + explained + (pair.seconds if pair is not None else 0.0)
+            found.append(rest_s)
+            after = hop.peer
+        return found[::-1]
+
+    def _note_pair(self, one: str, other: str, seconds: float, now: float) -> None:
+        seconds = max(0.0, seconds)
+        pair = self._pairs.get((one, other)) or _Pair()
+        pair.note(seconds, now)
+        self._pairs[one, other] = pair
+        if one != TRAINER:
+            self._coordinates.measured(one, other, seconds)
+
+
+def within(hops: Sequence[Hop], took_s: float) -> list[Spent]:
+    """The hops' claims, each cut to what the one before it has measured."""
+    found = []
+    for hop in hops:
+        service_s = min(hop.service_s, took_s)
+        wait_s = min(hop.wait_s, took_s - service_s)
+        took_s = min(hop.onward_s, took_s - service_s - wait_s)
+        found.append(Spent(hop.peer, service_s, wait_s, took_s))
+    return found

@@ -1,0 +1,105 @@
+"""Routes by flow, sans-IO: each microbatch takes the way through all stages that costs least now, loads included.
+
+The flow of all microbatches is to be spread so that no peer is a bottleneck, and to cost as little as can be: seconds
+of computing, and between peers. That is a min-cost flow, as in GWTF (arXiv 2509.21221), here found one microbatch after
+the other: a peer's price is the computing that our microbatches under way there have still to get, so shares follow
+speeds, and among peers with equal prices those are taken that are near each other. Routes are compared as a whole:
+a peer that is slow to reach from one side may be the best one from the other. What is under way the trainer counts
+itself, so a peer that does not give back what it was given gets no more, whatever it claims (`hop_costs`).
+
+Of a stage with many peers a sample is compared: those whose turn it is, and some at random.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from peerd.core.messages.handover import Hop
+from peerd.machine.pipeline.hop_costs import TRAINER, HopCosts
+from peerd.machine.pipeline.route_policy import Cut, Options, Sent
+
+_COMPARED: Final = 16  # peers of a stage
+_IN_TURN: Final = 4  # of these, by whose turn it is
+_CUT_S: Final = 1e9  # in place of the time between two peers that found no way to each other
+
+
+class RouteFlow:
+    """See the module's header. `rng`: draws the samples, and the first places of peers in space."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._costs = HopCosts(rng)
+        self._under_way = Counter[str]()
+        self._serving: frozenset[str] | None = None  # None: not told yet
+
+    def choose(self, now: float, options: Options, cut: Cut) -> list[str]:
+        """See RoutePolicy: the route of least cost; of equal ones by whose turn it is."""
+        before, totals, ways = [TRAINER], [0.0], [[-1]]
+        stages: list[Sequence[str]] = []
+        for names in options:
+            names = self._sample(names)
+            prices = self._prices(names, now)
+            best, came = [float("inf")] * len(names), [-1] * len(names)
+            for at, (one, total) in enumerate(zip(before, totals, strict=True)):
+                for to, between_s in enumerate(self._costs.between(one, names, now)):
+                    cost = total + between_s + prices[to]
+                    if cost < best[to]:
+                        if cut(one, names[to]):
+                            cost += _CUT_S
+                            if cost >= best[to]:
+                                continue
+                        best[to], came[to] = cost, at
+            stages.append(names)
+            before, totals = list(names), best
+            ways.append(came)
+        return _back(stages, totals, ways[1:])
+
+    def _sample(self, names: Sequence[str]) -> Sequence[str]:
+        if len(names) <= _COMPARED:
+            return names
+        return [*names[:_IN_TURN], *self._rng.sample(names[_IN_TURN:], _COMPARED - _IN_TURN)]
+
+    def _prices(self, names: Sequence[str], now: float) -> list[float]:
+        """Seconds until each peer has computed one more microbatch."""
+        services = self._costs.services(names, now)
+        return [
+            service_s * (1 + self._under_way[name]) + self._costs.waiting_s(name, now)
+            for name, service_s in zip(names, services, strict=True)
+        ]
+
+    def sent(self, route: Sequence[str]) -> Sent:
+        sent = Sent(route, [self._under_way[name] for name in route])
+        self._under_way.update(route)
+        return sent
+
+    def ended(self, sent: Sent) -> None:
+        for name in sent.route:
+            self._under_way[name] -= 1
+            if self._under_way[name] <= 0:
+                del self._under_way[name]
+
+    def answered(self, now: float, sent: Sent, hops: Sequence[Hop], took_s: float) -> None:
+        if self._serving is not None and not all(hop.peer in self._serving for hop in hops):
+            return  # one has gone meanwhile, or never was
+        loads = dict(zip(sent.route, sent.loads, strict=True))
+        most = [loads.get(hop.peer, 0) + self._under_way[hop.peer] for hop in hops]
+        self._costs.answered(now, hops, took_s, most)
+
+    def keep_only(self, peers: Collection[str]) -> None:
+        serving = frozenset(peers)
+        if self._serving is None or not self._serving <= serving:  # some have gone: rare, and a look at all pairs
+            self._costs.keep_only(serving)
+        self._serving = serving
+
+
+def _back(stages: Sequence[Sequence[str]], totals: Sequence[float], ways: Sequence[Sequence[int]]) -> list[str]:
+    """The route that ends at the least total."""
+    at = min(range(len(totals)), key=totals.__getitem__)
+    route = []
+    for names, came in zip(reversed(stages), reversed(ways), strict=True):
+        route.append(names[at])
+        at = came[at]
+    return route[::-1]

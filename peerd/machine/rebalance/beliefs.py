@@ -1,0 +1,82 @@
+"""Rates of a run's posts as its conductor believes them: what each states, as far as the batches bear it out.
+
+The batches of the last steps show how many microbatches each post did, by the word of the trainers that were answered.
+A post can surely do that much; where it states more, since it was idle part of the time, it is believed up to HEADROOM
+times as much, and one that states to have done far more than it did is believed only that. So one that overstates, for
+its stage to seem strong, and one that understates, for others to come and help, gain little. One that has not yet
+served a whole step is not believed at all: it counts as a usual device. Hostile input: any claim; trainers that credit
+the wrong posts, as far as the ledger lets them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from peerd.core.messages.swarm import PostLoad
+from peerd.machine.swarm.posts import stage_of
+
+HEADROOM: Final = 4.0
+_STATED: Final = 2.0  # times what it did: repeats and evaluations are work, too
+_STEPS: Final = 8  # that are looked back on
+
+
+class Beliefs:
+    """See the module's header. `work`: of a microbatch in each stage, relative to each other."""
+
+    def __init__(self, work: Sequence[float]) -> None:
+        self._work = tuple(work)
+        self._claims: dict[str, PostLoad] = {}
+        self._served: dict[str, int] = {}  # post -> whole steps since it came
+        self._steps = deque[tuple[float, Counter[str]]](maxlen=_STEPS)  # (seconds, microbatches by post)
+        self._stepped_at: float | None = None
+
+    def told(self, post: str, claim: PostLoad) -> None:
+        """A post states its load."""
+        self._claims[post] = claim
+
+    def keep_only(self, posts: Mapping[str, object]) -> None:
+        """Forget all other posts."""
+        self._claims = {post: claim for post, claim in self._claims.items() if post in posts}
+        self._served = {post: steps for post, steps in self._served.items() if post in posts}
+
+    def claim(self, post: str) -> PostLoad:
+        """The last load that the post stated."""
+        return self._claims.get(post, PostLoad())
+
+    def step_made(self, now: float, done: Mapping[str, int], ready: Sequence[str]) -> None:
+        """A step was made with so many microbatches of each post; `ready`: the posts that serve the next one."""
+        if self._stepped_at is not None:
+            self._steps.append((now - self._stepped_at, Counter(done)))
+            self._served = {post: steps + 1 for post, steps in self._served.items()}
+        self._stepped_at = now
+        for post in ready:
+            self._served.setdefault(post, 0)
+
+    def restart(self) -> None:
+        """The steps before are not to be compared with those to come: the swarm went on from elsewhere."""
+        self._steps.clear()
+        self._served.clear()
+        self._stepped_at = None
+
+    def measured(self, post: str) -> float | None:
+        """The rate that is believed, in microbatches a second; None: it has not served a whole step yet."""
+        since = max(0, len(self._steps) - self._served.get(post, 0))
+        recent = list(itertools.islice(self._steps, since, None))
+        seconds = sum(passed_s for passed_s, _ in recent)
+        if seconds <= 0.0:
+            return None
+        done, claim = sum(of[post] for _, of in recent), self.claim(post)
+        if claim.rate * claim.busy * seconds > _STATED * (done + 1):
+            return done / seconds
+        return min(max(claim.rate, done / seconds), HEADROOM * (done + 1) / seconds)
+
+    def rates(self, posts: Sequence[str]) -> dict[str, float]:
+        """The rate of each post; of those that are not measured yet, that of a usual device in their stage."""
+        found = {post: self.measured(post) for post in posts}
+        speeds = [rate * self._work[stage_of(post)] for post, rate in found.items() if rate]
+        usual = statistics.median(speeds) if speeds else 0.0
+        return {p: usual / self._work[stage_of(p)] if rate is None else rate for p, rate in found.items()}

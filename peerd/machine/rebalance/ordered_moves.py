@@ -1,0 +1,206 @@
+"""Moves of stage peers that the conductor orders: which are to begin, and what became of those under way.
+
+At every step's end the rule (`rebalancer`) looks at the posts; what it wants is ordered as far as it harms nobody: a
+peer moves only where its stage keeps a peer that has the current state, and one that has the checkpoint to which all
+stages could return; never a peer that holds several posts, that serves the stage its user has set, that moved a while
+ago, or that conducts. A peer under way counts where it goes. A move is over when the peer serves its new stage alone;
+one that was refused, or took too long, is a failure: that peer is left alone for a while, longer each time. How long
+moves took is what the next ones are thought to cost. Decides only. Hostile input: posts that state anything: a peer
+that accepts and does not go costs its place in a plan for MOST_S, and less often each time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from peerd.core.messages.swarm import Position
+from peerd.machine.rate.backoff import backoff_s
+from peerd.machine.rebalance.loads import PeerLoad, Transfer
+from peerd.machine.rebalance.rebalancer import RebalanceConfig, Rebalancer
+
+AGAIN_S: Final = 300.0  # a peer that has moved stays at least so long
+MOST_S: Final = 900.0  # for a move
+_FAILED_S, _FAILED_MOST_S = 600.0, 7200.0  # a peer that has failed to move is left alone so long
+_COMING_S: Final = 300.0  # a newcomer that does not get ready counts for so long
+_SMOOTHING: Final = 0.3
+_SHARE: Final = 1 / 3  # of a move's time counts as lost: where memory allows, the peer serves its old stage meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class PostView:
+    """A post as the conductor sees it."""
+
+    peer: str
+    stage: int
+    ready: bool  # has the current state
+    rate: float  # microbatches a second, as believed
+    queue: float = 0.0
+    movable: bool = True
+    saved: frozenset[Position] = frozenset()  # checkpoints that it has
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A move that was ordered."""
+
+    move: Transfer
+    since: float
+
+
+@dataclass(slots=True)
+class _Posts:
+    """The posts of one look."""
+
+    all: Sequence[PostView]
+    of: dict[str, list[PostView]] = field(default_factory=dict)  # by peer
+
+    def __post_init__(self) -> None:
+        for post in self.all:
+            self.of.setdefault(post.peer, []).append(post)
+
+    def serves(self, peer: str, stage: int) -> bool:
+        """True when the peer has the current state of `stage`."""
+        return any(post.stage == stage and post.ready for post in self.of.get(peer, ()))
+
+
+class _Reserves:
+    """Reserves of the stages without those that are leaving: peers with the current state, and with the checkpoint that
+    all could return to.
+    """
+
+    def __init__(self, stages: int, posts: Sequence[PostView], leaving: Container[str]) -> None:
+        self._back = _restore_point(stages, posts)
+        staying = [post for post in posts if post.ready and post.peer not in leaving]
+        self._ready = Counter(post.stage for post in staying)
+        self._saved = Counter(post.stage for post in staying if self._back in post.saved)
+
+    def spare(self, post: PostView) -> bool:
+        """True when the stage has others without this one."""
+        return self._ready[post.stage] > 1 and (self._back not in post.saved or self._saved[post.stage] > 1)
+
+    def take(self, post: PostView) -> None:
+        """The post is leaving, too."""
+        self._ready[post.stage] -= 1
+        self._saved[post.stage] -= self._back in post.saved
+
+
+class OrderedMoves:
+    """See the module's header. One conductor's; `own`: the peer that conducts."""
+
+    def __init__(self, config: RebalanceConfig, own: str = "") -> None:
+        self._work, self._own, self._least_price_s = config.work, own, config.price_s
+        self._rule = Rebalancer(config)
+        self._under_way: dict[str, _UnderWay] = {}  # by peer
+        self._rests_until: dict[str, float] = {}
+        self._failures = Counter[str]()
+        self._coming_since: dict[str, float] = {}
+        self.loads: list[PeerLoad] = []  # as the rule was told last
+        self._wished: list[Transfer] = []
+        self.made = 0  # moves that came to their end
+
+    @property
+    def under_way(self) -> list[Transfer]:
+        """The moves that were ordered, and have not ended."""
+        return [one.move for _, one in sorted(self._under_way.items())]
+
+    def due(self, now: float) -> float:
+        """When `look` would order moves, if nothing changes before."""
+        return self._rule.due(now)
+
+    def look(self, now: float, posts: Sequence[PostView]) -> list[Transfer]:
+        """The moves to order now."""
+        seen = _Posts(posts)
+        self._settle(now, seen)
+        self.loads = self._loads(now, seen)
+        moves = self._harmless([*self._wishes(), *self._rule.look(now, self.loads)], seen)
+        self._under_way |= {one.peer: _UnderWay(one, now) for one in moves}
+        return moves
+
+    def wish(self, moves: Iterable[Transfer]) -> None:
+        """Order these with the next look, where they harm nobody: somebody has planned them."""
+        self._wished = list(moves)
+
+    @property
+    def price_s(self) -> float:
+        """Seconds of its peer's work that a move costs, by those that were made."""
+        return self._rule.price_s
+
+    def _wishes(self) -> list[Transfer]:
+        free = {(load.peer, load.stage) for load in self.loads if not load.stays}
+        wished, self._wished = self._wished, []
+        return [one for one in wished if (one.peer, one.source) in free and 0 <= one.target < len(self._work)]
+
+    def failed(self, now: float, peer: str) -> None:
+        """A peer has refused to move, or has come back."""
+        if self._under_way.pop(peer, None) is not None:
+            self._failures[peer] += 1
+            self._rests_until[peer] = now + backoff_s(self._failures[peer], _FAILED_S, _FAILED_MOST_S)
+
+    def _settle(self, now: float, seen: _Posts) -> None:
+        """End the moves that have come to their end, or never will."""
+        for peer, one in list(self._under_way.items()):
+            stages = {post.stage for post in seen.of.get(peer, ())}
+            if stages == {one.move.target} and seen.serves(peer, one.move.target):
+                self._arrived(now, peer, now - one.since)
+            elif now - one.since > MOST_S:
+                self.failed(now, peer)
+        self._coming_since = {p.peer: self._coming_since.get(p.peer, now) for p in seen.all if not p.ready}
+        self._rests_until = {p: at for p, at in self._rests_until.items() if at > now and p in seen.of}
+        self._failures = Counter({p: times for p, times in self._failures.items() if p in seen.of})
+
+    def _arrived(self, now: float, peer: str, took_s: float) -> None:
+        del self._under_way[peer]
+        self.made += 1
+        self._failures.pop(peer, None)
+        self._rests_until[peer] = now + AGAIN_S
+        price_s = self._rule.price_s + _SMOOTHING * (_SHARE * took_s - self._rule.price_s)
+        self._rule.price_s = max(self._least_price_s, price_s)
+
+    def _loads(self, now: float, seen: _Posts) -> list[PeerLoad]:
+        """The loads for the rule: each peer once for each stage that it serves, or will serve."""
+        loads, reserves = list[PeerLoad](), _Reserves(len(self._work), seen.all, self._under_way)
+        for peer, posts in sorted(seen.of.items()):
+            if peer in self._under_way:
+                target = self._under_way[peer].move.target
+                loads.append(PeerLoad(peer, target, self._rate_at(posts, target), stays=True))
+                continue
+            stays = peer == self._own or len(posts) > 1 or peer in self._rests_until
+            for post in posts:
+                if post.ready or now - self._coming_since[peer] < _COMING_S:
+                    goes = post.ready and post.movable and reserves.spare(post)
+                    is_fixed = stays or not goes
+                    loads.append(PeerLoad(peer, post.stage, post.rate, post.queue, is_fixed))
+        return loads
+
+    def _rate_at(self, posts: Sequence[PostView], target: int) -> float:
+        """The rate that a peer on its way will have."""
+        there = [post for post in posts if post.stage == target]
+        one = max(there or posts, key=lambda post: post.ready)
+        return one.rate * self._work[one.stage] / self._work[target]
+
+    def _harmless(self, moves: Iterable[Transfer], seen: _Posts) -> list[Transfer]:
+        """Those of the moves that take the last state, or the last checkpoint that counts, from no stage."""
+        reserves, found = _Reserves(len(self._work), seen.all, self._under_way), list[Transfer]()
+        for one in moves:
+            post = next(post for post in seen.of[one.peer] if post.stage == one.source)
+            if reserves.spare(post) and all(one.peer != other.peer for other in found):
+                reserves.take(post)
+                found.append(one)
+        return found
+
+
+def _restore_point(stages: int, posts: Iterable[PostView]) -> Position | None:
+    """The newest position of which every stage has a checkpoint; None: there is none."""
+    saved: list[set[Position]] = [set() for _ in range(stages)]
+    for post in posts:
+        saved[post.stage] |= post.saved
+    return max(set.intersection(*saved), default=None)
+
+
+def told(move: Transfer, loads: Mapping[int, float]) -> str:
+    """A sentence on the reason for a move. `loads`: microbatches a second of each stage."""
+    source, target = loads.get(move.source, 0.0), loads.get(move.target, 0.0)
+    return f"stage {move.target} does {target:.3g} microbatches a second, stage {move.source} {source:.3g}"

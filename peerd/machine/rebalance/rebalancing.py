@@ -1,0 +1,99 @@
+"""Rebalancing of a run by its conductor: believes posts' loads as far as batches bear them out, and orders moves.
+
+Joins what the roster knows of posts (`RosterEntry`), what they state (`Beliefs`) and what is to be done
+(`OrderedMoves`) at each step's end. Where moves are not wanted, loads are known all the same: newcomers go
+where they help most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from peerd.core.messages.swarm import PostLoad
+from peerd.machine.rebalance.beliefs import Beliefs
+from peerd.machine.rebalance.loads import PeerLoad, Transfer
+from peerd.machine.rebalance.ordered_moves import OrderedMoves, PostView, told
+from peerd.machine.rebalance.rebalancer import RebalanceConfig
+from peerd.machine.swarm.events import Note, Output, SendTransfer
+from peerd.machine.swarm.posts import peer_of, post_name, short
+from peerd.machine.swarm.roster import Roster
+
+
+class Rebalancing:
+    """See the module's header. `own`: the post that conducts; `moves`: False where peers stay where they are."""
+
+    def __init__(self, config: RebalanceConfig, roster: Roster, own: str, *, moves: bool) -> None:
+        self._roster, self._orders_moves = roster, moves and len(config.work) > 1
+        self._beliefs = Beliefs(config.work)
+        self._moves = OrderedMoves(config, peer_of(own))
+        self._wished_for: dict[Transfer, str] = {}  # planned moves, and why
+
+    def told(self, post: str, load: PostLoad) -> None:
+        """A member states its load."""
+        if post in self._roster.entries:
+            self._beliefs.told(post, load)
+
+    @property
+    def loads(self) -> list[PeerLoad]:
+        """Loads of the posts, and which of their peers may move, at the last step's end."""
+        return self._moves.loads
+
+    @property
+    def price_s(self) -> float:
+        """Seconds of its peer's work that a move costs, by those that were made."""
+        return self._moves.price_s
+
+    def wish(self, moves: Sequence[Transfer], why: str) -> None:
+        """Order these at the next step's end, where they harm nobody."""
+        self._wished_for = dict.fromkeys(moves, why)
+        self._moves.wish(moves)
+
+    def refused(self, now: float, post: str) -> None:
+        """A peer will not move."""
+        self._moves.failed(now, peer_of(post))
+
+    def restart(self) -> None:
+        """The swarm goes on from elsewhere than a step."""
+        self._beliefs.restart()
+
+    def step_made(self, now: float, done: Mapping[str, int], ready: Sequence[str]) -> list[Output]:
+        """A step was made, with so many microbatches of each post; `ready`: the posts that stand behind it."""
+        self._beliefs.keep_only(self._roster.entries)
+        self._beliefs.step_made(now, done, ready)
+        if not self._orders_moves:
+            return []
+        posts = self._posts(frozenset(ready))
+        out = list[Output]()
+        loads = dict(enumerate(self._capacity(posts)))
+        for one in self._moves.look(now, posts):
+            why = self._wished_for.get(one) or told(one, loads)
+            out.append(SendTransfer(post_name(one.peer, one.source), one.target, why))
+            out.append(Note(f"peer {short(one.peer)} is to go from stage {one.source} to stage {one.target}: {why}"))
+        return out
+
+    def capacity(self) -> list[float]:
+        """Microbatches a second that the members of each stage can do; empty while nothing is known."""
+        found = self._capacity(self._posts(frozenset()))
+        return found if any(found) else []
+
+    def _posts(self, ready: frozenset[str]) -> list[PostView]:
+        entries = self._roster.entries
+        rates = self._beliefs.rates(sorted(entries))
+        return [
+            PostView(
+                peer_of(name),
+                entry.stage,
+                name in ready,
+                rates[name],
+                self._beliefs.claim(name).queue,
+                self._beliefs.claim(name).movable,
+                entry.saved,
+            )
+            for name, entry in sorted(entries.items())
+        ]
+
+    def _capacity(self, posts: Sequence[PostView]) -> list[float]:
+        found = [0.0] * len(self._roster.stages)
+        for post in posts:
+            found[post.stage] += post.rate
+        return found

@@ -1,0 +1,113 @@
+"""Placement by the measured network: now and then the conductor plans anew who serves which stage, and wishes moves.
+
+For runs with `pipeline.placement: network`. A plan is made when members have come or gone, or when a step of the
+placement that is there would take clearly longer or shorter than when it was planned; never twice in a short time. It
+is searched on a worker, from what is there, with the cost of moves (`machine/placement/replan`); the conductor's
+machine orders what it finds as far as it harms nobody. Too many peers for a plan: loads alone decide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+import trio
+
+from peerd.core.clock import Clock
+from peerd.core.work import Worker
+from peerd.machine.network.landmarks import filled
+from peerd.machine.network.network_map import PairView
+from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevice, StageWork
+from peerd.machine.placement.replan import ReplanOptions, replanned, steady_s
+from peerd.machine.rebalance.loads import PeerLoad, Transfer
+from peerd.machine.swarm.posts import post_name
+from peerd.service.conductor.machine_driver import MachineDriver
+from peerd.service.conductor.tenure import Tenure
+
+PLANNED: Final = 128  # peers of one plan, at most
+_LOOK_S: Final = 10.0
+_PAUSE_S: Final = 120.0  # between two plans
+_CHANGED: Final = 0.15  # share of a step's time
+
+
+Views = dict[tuple[str, str], PairView]
+Lines = dict[str, tuple[float, float]]  # bytes/s of each peer's line, up and down
+
+
+class Replanning:
+    """See the module's header. `stages`: what each asks for; `microbatches`: of a step; `worker`: for the search."""
+
+    def __init__(
+        self, driver: MachineDriver, clock: Clock, stages: Sequence[StageWork], microbatches: int, worker: Worker
+    ) -> None:
+        self._driver, self._stages, self._microbatches, self._worker = driver, tuple(stages), microbatches, worker
+        self._rng = clock.rng("replanning")
+        self._planned_at = -math.inf
+        self._planned_of: tuple[tuple[str, int], ...] = ()
+        self._planned_s = 0.0
+        self.plans = 0  # that were made
+
+    async def run(self) -> None:
+        """Plan whenever it is due, until cancelled."""
+        while True:
+            await trio.sleep(_LOOK_S)
+            tenure = self._driver.tenure
+            if tenure is None:
+                continue
+            loads = tenure.machine.rebalancing.loads
+            if loads and len(loads) <= PLANNED and trio.current_time() - self._planned_at >= _PAUSE_S:
+                await self._plan_if_changed(tenure, loads)
+
+    async def _plan_if_changed(self, tenure: Tenure, loads: Sequence[PeerLoad]) -> None:
+        view, lines = await self._measured(tenure, loads)
+        stage_of = tuple(load.stage for load in loads)
+        if not set(range(len(self._stages))) <= set(stage_of):
+            return
+        of = tuple((load.peer, load.stage) for load in loads)
+        look = partial(self._looked_at, loads, view, lines, stage_of)
+        problem, step_s = await self._worker.run(look, name="look at the placement")
+        is_known = of == self._planned_of and abs(step_s - self._planned_s) <= _CHANGED * self._planned_s
+        if is_known or not math.isfinite(step_s):
+            return
+        stays = {device for device, load in enumerate(loads) if load.stays}
+        options = ReplanOptions(moving_s=tenure.machine.rebalancing.price_s, step_s=step_s)
+        search = partial(replanned, problem, stage_of, stays, options, self._rng)
+        moves = await self._worker.run(search, name="plan the placement")
+        self._planned_at, self._planned_of, self._planned_s = trio.current_time(), of, step_s
+        self.plans += 1
+        if moves and self._driver.tenure is tenure:
+            told = [Transfer(loads[device].peer, loads[device].stage, stage) for device, stage in moves.items()]
+            tenure.machine.rebalancing.wish(told, "by the measured network a step takes less time so")
+
+    async def _measured(
+        self, tenure: Tenure, loads: Sequence[PeerLoad]
+    ) -> tuple[Views, dict[str, tuple[float, float]]]:
+        """The conductor's map of these peers, and the rates that their lines are said to have; in turns with others."""
+        now, lines = trio.current_time(), tenure.machine.roster.lines
+        peers = [load.peer for load in loads]
+        views: Views = {}
+        for one in peers:
+            views |= {(one, other): tenure.network.view(now, one, other) for other in peers if one != other}
+            await trio.lowlevel.checkpoint()
+        return views, {load.peer: lines.rates(post_name(load.peer, load.stage)) for load in loads}
+
+    def _looked_at(
+        self,
+        loads: Sequence[PeerLoad],
+        views: Views,
+        lines: Lines,
+        stage_of: tuple[int, ...],
+    ) -> tuple[PlacementProblem, float]:
+        """The problem, and seconds of a step with the placement that is there."""
+        network = filled([load.peer for load in loads], lambda one, other: views[one, other], lines)
+        speeds = [load.rate * self._stages[load.stage].flops for load in loads]
+        problem = PlacementProblem(
+            tuple(PlanDevice(load.peer, speed or np.inf) for load, speed in zip(loads, speeds, strict=True)),
+            Network(np.array(network.rtt_s) / 2, np.array(network.rate)),
+            self._stages,
+            self._microbatches,
+        )
+        return problem, steady_s(problem, stage_of)

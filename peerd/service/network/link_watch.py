@@ -1,0 +1,165 @@
+"""A peer's watch on its links: looks at them, tells the run's conductor what changed, and reads the conductor's map.
+
+While this peer follows a conductor, all open links are looked at once a second (`machine/network/pair_meter`), and what
+changed is reported every half minute. Nothing is sent for measuring. A report that the conductor does not take is made
+again with the next one; a new conductor is told everything. Hostile input: answers with a map of anything; it is shown
+as what one peer says, within bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import trio
+
+from peerd.core.clock import Clock
+from peerd.core.errors import ProtocolViolation, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.messages.encoding import Empty
+from peerd.core.messages.network import MappedPair, NetworkMapAsk, NetworkPart, NetworkReport
+from peerd.machine.network.pair_meter import LinkLook, OwnLine, PairMeter
+from peerd.machine.network.report_changes import ReportChanges
+from peerd.net.host.host import Host
+from peerd.net.link.link import Link
+from peerd.service.conductor.conductor_client import Following
+from peerd.service.rpc.rpc import Rpc
+
+LOOK_S: Final = 1.0
+FIRST_REPORT_S: Final = 6.0  # after the first look
+REPORT_S: Final = 30.0
+_REPORT_TIMEOUT_S: Final = 10.0
+_PAGE_TIMEOUT_S: Final = 3.0
+PAGES: Final = 8  # of a map: 4,096 pairs
+
+
+class HasLine(Protocol):
+    """What a line carries, as `RunServices.carries` tells it."""
+
+    @property
+    def up_bytes_per_s(self) -> float: ...
+
+    @property
+    def down_bytes_per_s(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPair:
+    """One pair of a map, by names."""
+
+    one: str
+    other: str
+    figures: MappedPair
+
+
+@dataclass(slots=True)
+class ReadMap:
+    """A conductor's map, as far as it was read."""
+
+    total_peers: int = 0
+    pairs: list[NamedPair] = field(default_factory=list)
+    more: bool = False  # there are pairs that were not read
+
+
+class LinkWatch:
+    """See the module's header. `line` tells what our own line carries."""
+
+    def __init__(
+        self, run: bytes, net: tuple[Host, Rpc], clock: Clock, following: Following, line: Callable[[], HasLine]
+    ) -> None:
+        self._run, self._line, self._following = run, line, following
+        self._host, self._rpc = net
+        self._rng = clock.rng("network reports")
+        self.meter, self._changes = PairMeter(), ReportChanges()
+        self._told: tuple[PeerId | None, int] = None, 0  # the conductor that was told, and how many there were before
+
+    async def run(self) -> None:
+        """Look and report until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._look_again_and_again)
+            nursery.start_soon(self._report_now_and_then)
+
+    def _own_line(self) -> OwnLine:
+        line = self._line()
+        return OwnLine(line.up_bytes_per_s, line.down_bytes_per_s)
+
+    # --- measuring --------------------------------------------------------------------------------------------
+
+    async def _look_again_and_again(self) -> None:
+        while True:
+            if self._following.conductor is not None:
+                self.meter.look(trio.current_time(), self._links(), self._own_line())
+            await trio.sleep(LOOK_S)
+
+    def _links(self) -> dict[str, LinkLook]:
+        """All connected peers' links as they are now."""
+        looks = {}
+        for peer in self._host.connected():
+            best, links = self._host.links.best(peer), self._host.links.to(peer)
+            if best is None:
+                continue
+            rtt_s = best.mux.pings.latest_s(None)
+            looks[peer.text] = LinkLook(
+                sum(map(_bytes_sent, links)),
+                sum(link.bytes_in for link in links),
+                rtt_s if rtt_s is not None else best.mux.rtt_min_s,
+                waits=best.mux.waiting_bytes > 0,
+                paced=best.paced,
+                arrival_bytes_per_s=self._rpc.arrival_rate(peer),
+            )
+        return looks
+
+    # --- reporting --------------------------------------------------------------------------------------------
+
+    async def _report_now_and_then(self) -> None:
+        await trio.sleep(FIRST_REPORT_S)
+        while True:
+            await self._report()
+            await trio.sleep(REPORT_S * self._rng.uniform(0.9, 1.1))
+
+    async def _report(self) -> None:
+        """Tell the conductor what changed; nothing where nobody conducts or nothing did."""
+        following, now = self._following, trio.current_time()
+        conductor = following.conductor
+        if conductor is None:
+            return
+        if self._told != (conductor, following.changes):
+            self._told = conductor, following.changes
+            self._changes.forget()
+        due = self._changes.due(now, self.meter.figures(now, self._own_line()))
+        if not due:
+            return
+        try:
+            body = NetworkReport(self._run, due)
+            await self._rpc.call(conductor, "network/1/report", body, Empty, timeout_s=_REPORT_TIMEOUT_S)
+        except RemoteError:
+            return  # it is told with the next report
+        self._changes.told(now, due)
+
+    # --- reading the map --------------------------------------------------------------------------------------
+
+    async def read_map(self, conductor: PeerId) -> ReadMap:
+        """The map that `conductor` has, of PAGES pages at most; raises RemoteError."""
+        found, ask = ReadMap(), NetworkMapAsk(self._run)
+        for _ in range(PAGES):
+            part = (await self._rpc.call(conductor, "network/1/map", ask, NetworkPart, timeout_s=_PAGE_TIMEOUT_S)).body
+            pairs = [_named(part, pair) for pair in part.pairs]
+            found.total_peers, found.more = part.total_peers, part.more
+            found.pairs += pairs
+            if not part.more or not pairs:
+                break
+            ask = NetworkMapAsk(self._run, pairs[-1].one, pairs[-1].other)
+        return found
+
+
+def _bytes_sent(link: Link) -> int:
+    """Bytes that the other side has acknowledged, where the system says so; else those that have left."""
+    infos = link.tcp_infos().values()
+    return sum(info.bytes_acked for info in infos) if infos else link.bytes_out
+
+
+def _named(part: NetworkPart, pair: MappedPair) -> NamedPair:
+    if max(pair.one, pair.other) >= len(part.peers):
+        raise ProtocolViolation("a part of the network's map has a pair of peers that it does not name")
+    return NamedPair(part.peers[pair.one], part.peers[pair.other], pair)

@@ -1,0 +1,201 @@
+"""Moves of a free member from one stage to another: by the conductor's order, or to a stage that has lost its peers.
+
+An ordered move keeps the old post until the new one is ready, where memory allows both: the new stage is entered, its
+state downloaded and checked, and only then the old post is left. Where it does not, the old post is left first. A move
+that fails leaves the peer where it was; one that had left already chooses anew, as a newcomer does. A peer that its
+stage cannot spare does not go, whoever orders it: it conducts, no stage-mate has the current state, or the mates are
+gone by the time it could leave. Hostile input: orders come from the conductor that this peer follows; however many,
+a peer moves once in AGAIN_S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Protocol
+
+import trio
+
+from peerd.compute.model.footprint import footprint, lacking
+from peerd.core.errors import PeerdError, Refused
+from peerd.core.run.runfile import RunFile
+from peerd.machine.rebalance.ordered_moves import AGAIN_S
+from peerd.role import RoleContext
+from peerd.service.conductor.placing import Placing
+from peerd.service.run_services import RunServices
+from peerd.signals import Signal
+from peerd.training.stage.post import Post
+
+_READY_WITHIN_S: Final = 600.0  # for the new stage's state; the conductor waits somewhat longer
+_LAST_STEP_S: Final = 120.0  # for the step under way to end, once the new post serves
+
+
+class Movable(Protocol):
+    """The member that moves."""
+
+    @property
+    def posts(self) -> list[Post]: ...
+
+    @property
+    def step(self) -> int: ...
+
+    async def enter(self, stage: int) -> Post: ...
+
+    async def exit(self, stage: int) -> None: ...
+
+    async def exit_if(self, stage: int, may_go: Callable[[], bool], patience_s: float | None = None) -> bool: ...
+
+    async def choose(self) -> int:
+        """The stage to serve, as a newcomer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A move that the conductor has ordered."""
+
+    source: int
+    target: int
+    why: str
+
+
+class Relocating:
+    """See the module's header."""
+
+    def __init__(self, ctx: RoleContext, services: RunServices, placing: Placing, member: Movable) -> None:
+        assert ctx.run is not None
+        self._ctx, self._services, self._placing, self._member = ctx, services, placing, member
+        self._run: RunFile = ctx.run
+        self._following = services.following
+        self._order: _Order | None = None
+        self._ordered = Signal()
+        self._one_at_a_time = trio.Lock()
+        self._moved_at = float("-inf")
+        self.under_way: str | None = None  # the move, in words
+
+    async def run(self) -> None:
+        """Move whenever it is due, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._go_where_nobody_is)
+            nursery.start_soon(self._obey)
+
+    # --- where a stage has lost its peers ---------------------------------------------------------------------
+
+    async def _go_where_nobody_is(self) -> None:
+        """Move to a stage that has lost its peers, whenever it is this peer's turn."""
+        while True:
+            move = await self._placing.next_move(lambda: self._member.step)
+            if self._order is not None or self._stages != [move.source]:
+                continue
+            async with self._one_at_a_time:
+                why = f"stage {move.target} has had no peer for {move.empty_s:.0f} s, stage {move.source} has others"
+                self._note("stage.moved", move.source, move.target, why)
+                await self._placing.goes(move.target)
+                await self._member.exit(move.source)
+                await self._member.enter(move.target)
+                self._moved_at = trio.current_time()
+                await self._placing.serves_now()
+
+    # --- by order ---------------------------------------------------------------------------------------------
+
+    def order(self, source: int, target: int, why: str) -> None:
+        """Take the conductor's order; Refused where this peer must stay."""
+        if self._order is not None or self._one_at_a_time.locked() or self._stages != [source]:
+            raise Refused("this peer is on its way to another stage, or holds several posts")
+        if trio.current_time() - self._moved_at < AGAIN_S:
+            raise Refused(f"this peer has moved in the last {AGAIN_S:.0f} s")
+        if self._services.conducting.acting:
+            raise Refused("this peer conducts")
+        if not self._is_spared(source):
+            raise Refused(f"no other peer of stage {source} has the current state")
+        self._order = _Order(source, target, why)
+        self._ordered.notify()
+
+    async def _obey(self) -> None:
+        while True:
+            if self._order is None:
+                await self._ordered.wait()
+                continue
+            async with self._one_at_a_time:
+                self.under_way = f"goes from stage {self._order.source} to stage {self._order.target}"
+                await self._carry_out(self._order)
+                self._order, self.under_way, self._moved_at = None, None, trio.current_time()
+
+    async def _carry_out(self, order: _Order) -> None:
+        source, target = order.source, order.target
+        self._note("stage.move_begun", source, target, order.why)
+        await self._placing.goes(target)
+        keeps = await self._fits_beside(target)
+        if not keeps:
+            await self._member.exit(source)
+        problem = await self._settle(target)
+        if problem is None and keeps and not await self._leave(source):
+            problem = f"stage {source} has lost its other peers meanwhile"
+        if problem is None:
+            self._note("stage.moved", source, target, order.why)
+        else:
+            await self._give_up(order, problem, keeps)
+        await self._placing.serves_now()
+
+    async def _settle(self, target: int) -> str | None:
+        """Enter `target` and get ready there; returns what was in the way."""
+        try:
+            with trio.move_on_after(_READY_WITHIN_S):
+                await self._member.enter(target)
+                while not self._is_ready(target):
+                    await self._following.told.wait()
+                return None
+        except PeerdError as error:
+            return str(error)
+        return f"its state did not come within {_READY_WITHIN_S:.0f} s"
+
+    async def _leave(self, source: int) -> bool:
+        """Leave the old post, once the step under way has ended; False: its stage cannot spare it any longer."""
+
+        def may_go() -> bool:
+            return self._is_spared(source) and not self._services.conducting.acting
+
+        if not await self._placing.reaches(self._mates(source)):
+            return False
+        return await self._member.exit_if(source, may_go, _LAST_STEP_S)
+
+    async def _give_up(self, order: _Order, problem: str, keeps: bool) -> None:
+        """Be again what this peer was: a peer of the source, or a newcomer where it has left that."""
+        level, facts = "warning", {"stage": order.target, "before": order.source, "reason": problem}
+        self._ctx.log.event("stage.move_failed", level=level, **facts)
+        if order.target in self._stages:
+            await self._member.exit(order.target)
+        if not keeps:
+            try:
+                stage = await self._member.choose()
+            except PeerdError:
+                stage = order.source
+            await self._member.enter(stage)
+
+    async def _fits_beside(self, target: int) -> bool:
+        """True when this machine has the memory for both posts."""
+        size = partial(footprint, self._run, target)
+        taken = await self._ctx.worker(self._ctx.device).run(size, name="see whether the stage fits")
+        return lacking(taken, self._ctx.device, self._run.limits.memory_gb * 1e9) is None
+
+    # --- views ------------------------------------------------------------------------------------------------
+
+    @property
+    def _stages(self) -> list[int]:
+        return [post.stage for post in self._member.posts]
+
+    def _is_ready(self, stage: int) -> bool:
+        own = self._ctx.host.id.text
+        return any(m.ready and m.stage == stage and m.peer == own for m in self._following.members)
+
+    def _is_spared(self, stage: int) -> bool:
+        return bool(self._mates(stage))
+
+    def _mates(self, stage: int) -> list[str]:
+        """Other peers of `stage` with the current state, by the conductor's last list."""
+        own = self._ctx.host.id.text
+        return [m.peer for m in self._following.members if m.ready and m.stage == stage and m.peer != own]
+
+    def _note(self, event: str, source: int, target: int, why: str) -> None:
+        self._ctx.log.event(event, stage=target, before=source, why=why)

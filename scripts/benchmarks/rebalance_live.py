@@ -1,0 +1,187 @@
+"""Rebalancing in a live swarm under the virtual clock: real stage peers that die and come, and a conductor that orders.
+
+Stage roles and a trainer train a small model in four stages. Peers are killed, and others come, each at random; some
+deaths come four at a time. Devices are equal. A peer's second costs some milliseconds of a processor, however little
+it computes: with --full sixty live for eight hours, 7.5 changes an hour as in `rebalance`; else fewer live for a
+shorter time, with quicker steps and more changes. At each step the capacity of the weakest stage is compared with the
+best that the same peers could give; `kept` is the share over all the time, `none` the same swarm with
+`pipeline.placement: fixed`, whose newcomers still go where the least can be done. At the end the parameters are
+compared with those of one plain torch process that made the same steps.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import pytest
+import trio
+
+from benchmarks._report import Figure, Report
+from peerd.core.run.runfile import BatchSection, PipelineSection, RunFile
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import swarm
+from peerd.sim.world import World, WorldConfig
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
+from tests.kit.virtualroles import PacedDevice, Roles
+from tests.kit.world import home_line
+
+STAGES: Final = 4
+A_PEER: Final = 4  # microbatches of a step, for each peer of a stage
+HOUR_S: Final = 3600.0
+BURST: Final = 4  # deaths at once, each fourth time
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """One simulation."""
+
+    peers: int = 60
+    hours: float = 8.0
+    changes_per_hour: float = 7.5  # deaths, and arrivals
+    microbatch_s: float = 20.0
+    placement: str = "load"
+    seed: int = 1
+
+    def run_file(self, folder: Path) -> RunFile:
+        run = run_file("sgd", "float64", write_texts(folder))
+        model = msgspec.structs.replace(run.model, d_model=8, heads=1, layers=STAGES, context=8)
+        optimizer = msgspec.structs.replace(run.optimizer, total_steps=0)
+        pipeline = PipelineSection(stages=STAGES, microbatch=1, placement=self.placement)  # type: ignore[arg-type]
+        batch = BatchSection(target_samples=A_PEER * self.peers // STAGES)
+        changes = {"model": model, "optimizer": optimizer, "pipeline": pipeline, "batch": batch}
+        return msgspec.structs.replace(run, run="live", **changes)
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one simulation gave."""
+
+    done_s: float = 0.0  # capacity of the weakest stage, over time
+    best_s: float = 0.0
+    steps: int = 0
+    moves: int = 0
+    failed: int = 0
+    deaths: int = 0
+    longest_step_s: float = 0.0
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def kept(self) -> float:
+        return 100.0 * self.done_s / max(self.best_s, 1e-9)
+
+
+class Simulation:
+    """A swarm that lives for some hours."""
+
+    def __init__(self, live: Live, folder: Path) -> None:
+        self._live, self._rng = live, random.Random(f"live {live.seed}")
+        self._roles = Roles(live.run_file(folder), folder / "peers", lambda: PacedDevice(live.microbatch_s))
+        self._joined = 0
+        self.seen = Seen()
+
+    async def run(self, batches: Batches) -> None:
+        """The whole of it; `batches` sees every step."""
+        async with World(self._live.seed, swarm(), WorldConfig(line=home_line)).running() as world:
+            boot = await world.start("boot")
+            world.bootstrap.append(boot.full_addr)
+            for _ in range(self._live.peers):
+                await self._join(world)
+            await world.start("trainer", program=self._roles.program(TrainerRole))
+            await world.until(lambda: min(self._roles.steps(), default=0) >= 2, within_s=3600.0)
+            with trio.move_on_after(self._live.hours * HOUR_S):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._watch)
+                    nursery.start_soon(self._deaths, world)
+                    nursery.start_soon(self._arrivals, world)
+            self._check(batches)
+
+    async def _join(self, world: World) -> None:
+        name = f"peer{self._joined:03d}"
+        self._joined += 1
+        await world.start(name, program=self._roles.program(StageRole))
+
+    async def _deaths(self, world: World) -> None:
+        while True:
+            size = BURST if self._rng.random() < 1 / BURST else 1
+            await trio.sleep(self._rng.expovariate(self._live.changes_per_hour / HOUR_S) * size)
+            for _ in range(size):
+                living = sorted(name for name, role in self._roles.live.items() if isinstance(role, StageRole))
+                lost = self._rng.choice(living)
+                self.seen.deaths += 1
+                await world.kill(next(node for node in world.living() if node.name == lost))
+
+    async def _arrivals(self, world: World) -> None:
+        while True:
+            await trio.sleep(self._rng.expovariate(self._live.changes_per_hour / HOUR_S))
+            await self._join(world)
+
+    async def _watch(self) -> None:
+        """Look at the stages every few seconds."""
+        every_s, at, stepped_at = 5.0, 0, trio.current_time()
+        while True:
+            await trio.sleep(every_s)
+            posts = [post for role in self._roles.of(StageRole) for post in role.posts if post.state.built]
+            newest = max((post.step for post in posts), default=0)
+            if newest > at:
+                self.seen.steps += newest - at if at else 0
+                at, stepped_at = newest, trio.current_time()
+            self.seen.longest_step_s = max(self.seen.longest_step_s, trio.current_time() - stepped_at)
+            serving = Counter(post.stage for post in posts if post.step >= newest - 1)
+            peers = len(self._roles.of(StageRole))
+            self.seen.done_s += every_s * min(serving[stage] for stage in range(STAGES))
+            self.seen.best_s += every_s * (peers // STAGES)
+
+    def _check(self, batches: Batches) -> None:
+        run, seen = self._roles.run, self.seen
+        events = [event for log in self._roles.logs.values() for event in log.recent(200)]
+        seen.moves = sum(event["name"] == "stage.moved" for event in events)
+        seen.failed = sum(event["name"] == "stage.move_failed" for event in events)
+        modules = [post.state.served.module for role in self._roles.of(StageRole) for post in role.posts]
+        newest = max(module.step for module in modules)
+        whole = run.batch.target_samples // run.pipeline.microbatch
+        latest = [module for module in modules if module.step == newest]
+        seen.faults += batches.faults(whole, newest)
+        if len({module.stage for module in latest}) == STAGES:
+            seen.faults += differences(run, plain_torch(run, batches, newest), latest, newest)
+        else:
+            seen.faults.append("the end came in the midst of a step")
+
+
+def simulate(live: Live) -> Seen:
+    """One simulation; the same for the same seed."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        simulation, batches = Simulation(live, Path(folder)), Batches()
+        batches.watch(patch)
+        run_virtual(simulation.run, batches, seed=live.seed)
+        return simulation.seen
+
+
+def measure(full: bool) -> Report:
+    live = Live() if full else Live(peers=24, hours=0.5, changes_per_hour=40.0, microbatch_s=5.0)
+    sections = []
+    for name, placement in (("ours", "load"), ("none", "fixed")):
+        seen = simulate(replace(live, placement=placement))
+        faults = "steps and parameters that differ from those of plain torch"
+        sections.append(
+            [
+                Figure(f"{name}_kept", f"{name}: capacity kept", seen.kept, "%", 2),
+                Figure(f"{name}_steps", "  steps", seen.steps, "", 0),
+                Figure(f"{name}_deaths", "  deaths", seen.deaths, "", 0),
+                Figure(f"{name}_moves", "  moves", seen.moves, "", 0),
+                Figure(f"{name}_longest_step_s", "  longest step", seen.longest_step_s, "s", 0),
+                Figure(f"{name}_faults", f"  {faults}", len(seen.faults), "", 0, at_most=0),
+            ]
+        )
+    size = f"{live.peers} peers, {live.hours} h, {live.changes_per_hour:.0f} deaths and arrivals an hour"
+    return Report("Rebalancing, live", sections, f"{size}; --full: 60 peers, 8 h, which takes hours")

@@ -1,0 +1,331 @@
+"""Routes of microbatches in virtual time: seconds a step and device time wasted, by SWARM's wiring, GWTF's flow, ours.
+
+Real roles under the virtual clock: 60 stage peers of speeds 1, 2 and 4 in five stages, placed at random in ten places,
+and one trainer. Delays and rates between places are those of DT-FM's world-wide case, a link for each pair of peers;
+two of its eight cities have a second place, as far from the first as two cities of one coast. Ten percent of the peers
+leave in an hour, half of them killed and half with a goodbye, and as many join: in a run that is shorter, one leaves
+while each policy's steps count. Sizes and rates are divided by one factor: an activation of a microbatch has 134 MB (8
+x 2,048 tokens of 4,096 numbers of 16 bits), and the slowest device takes 4 s for its part of one. All times are divided
+by `FASTER`, the hour too, but not the roles' own time-outs and pauses; figures are multiplied by it again. All policies
+go through the same roles, one after the other in one swarm, and each is first with one seed of three. They know nothing
+of each other's answers, but the wiring's measured speeds stay. GWTF's routes are computed from exact costs that the
+simulation tells, ours from what answers tell. Wasted: computed, but for no microbatch that counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+import trio
+
+from benchmarks._placement_cases import CITIES, cases
+from benchmarks._report import Figure, Report
+from benchmarks._routing_flow import FlowRoutes
+from benchmarks.pipeline import LayerDevice, _worker_source
+from peerd.core.messages.handover import Hop
+from peerd.core.run.runfile import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    EvaluateSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+)
+from peerd.machine.dht.node_state import KademliaConfig
+from peerd.machine.pipeline.route_flow import RouteFlow
+from peerd.machine.pipeline.route_policy import Cut, InTurn, Options, RoutePolicy, Sent
+from peerd.service.dht.dht import DhtConfig
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import swarm
+from peerd.sim.simnet import NetConfig, SimPath
+from peerd.sim.world import Node, World, WorldConfig
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.kit.virtualroles import Roles
+
+POLICIES: Final = ("swarm", "flow", "ours")
+SECOND: Final = ("Ohio", "Frankfurt")  # cities with a second place
+SECOND_MS, SECOND_GBIT_S = 11.0, 1.12  # from the first: as Virginia and Ohio
+SPEEDS: Final = (1.0, 2.0, 4.0)
+FASTER: Final = 4.0  # the factor of all times, the hour in which peers leave among them
+SLOWEST_S: Final = 4.0 / FASTER  # of a microbatch on a device of speed 1
+SAMPLES: Final = 2  # of a microbatch
+CONTEXT: Final = 256
+WIDTH: Final = 32
+ACTIVATION_BYTES: Final = 4 * SAMPLES * CONTEXT * WIDTH
+REAL_BYTES: Final = 8 * 2048 * 4096 * 2
+WINDOW_BYTES: Final = 256 << 10
+LEAVE_EVERY_S: Final = 3600.0 / 6 / FASTER  # a tenth of 60 in an hour
+FIRST_LEAVES_S: Final = 60.0 / FASTER  # after the steps that count have begun
+PATIENCE_S: Final = 20_000.0
+LOOK_S: Final = 0.1
+QUIET: Final = DhtConfig(node=KademliaConfig(k=8, wide=(), copies=2, enough=1, spare=0))  # it is not what is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A run's size; the seed places peers and draws who leaves."""
+
+    seed: int
+    stages: int = 5
+    peers: int = 60
+    microbatches: int = 48  # of a step
+    warm: int = 3  # steps of each policy before those that count
+    steps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One peer's stage, place and speed."""
+
+    stage: int
+    place: int
+    speed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds of each step that counted, and the share of the devices' work that was for nothing."""
+
+    steps_s: list[float]
+    wasted: float
+    left: int
+
+
+def network() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Delays in seconds and rates in bytes a second between places, scaled as tensors are."""
+    case = next(case for case in cases() if case.name == "5-world-wide")
+    at = [*range(len(CITIES)), *(CITIES.index(city) for city in SECOND)]
+    delay_ms, gbit_s = (table[np.ix_(at, at)].copy() for table in (case.delay_ms, case.gbit_s))
+    for new, city in enumerate(SECOND, len(CITIES)):
+        for table, value in ((delay_ms, SECOND_MS), (gbit_s, SECOND_GBIT_S)):
+            table[new, CITIES.index(city)] = table[CITIES.index(city), new] = value
+    return delay_ms / 1e3 / FASTER, gbit_s * 1e9 / 8 * FASTER * ACTIVATION_BYTES / REAL_BYTES
+
+
+def seats_of(scene: Scene, rng: random.Random) -> list[Seat]:
+    """As many peers of each speed in a stage as can be, anywhere; then those that take the places of some who leave."""
+    places, each = len(network()[0]), scene.peers // scene.stages
+    seats = [
+        Seat(stage, rng.randrange(places), SPEEDS[(number + stage) % len(SPEEDS)])
+        for stage in range(scene.stages)
+        for number in range(each)
+    ]
+    rng.shuffle(seats)
+    return seats
+
+
+class Block:
+    """The policy whose turn it is; each is told only of what it chose itself."""
+
+    def __init__(self, policies: Mapping[str, RoutePolicy]) -> None:
+        self._policies, self.current = policies, POLICIES[0]
+        self._sent: dict[int, tuple[str, Sent]] = {}
+
+    def choose(self, now: float, options: Options, cut: Cut) -> list[str]:
+        return self._policies[self.current].choose(now, options, cut)
+
+    def sent(self, route: Sequence[str]) -> Sent:
+        sent = self._policies[self.current].sent(route)
+        self._sent[id(sent)] = self.current, sent
+        return sent
+
+    def ended(self, sent: Sent) -> None:
+        policy, _ = self._sent.pop(id(sent))
+        self._policies[policy].ended(sent)
+
+    def answered(self, now: float, sent: Sent, hops: Sequence[Hop], took_s: float) -> None:
+        policy, _ = self._sent[id(sent)]
+        self._policies[policy].answered(now, sent, hops, took_s)
+
+    def keep_only(self, peers: Collection[str]) -> None:
+        for policy in self._policies.values():
+            policy.keep_only(peers)
+
+
+class Swarm:
+    """The peers of one run, where they are, and what their devices did."""
+
+    def __init__(self, scene: Scene, folder: Path) -> None:
+        self.scene, self._folder = scene, folder
+        self._rng = random.Random(f"routing {scene.seed}")
+        self._delay_s, self._rate = network()
+        self._seats: dict[str, Seat] = {}  # by node
+        self._peers: dict[str, Seat] = {}  # by peer id
+        self._devices: list[tuple[LayerDevice, float]] = []  # with their speeds
+        self._present: list[Node] = []
+        self._roles: list[tuple[str, Roles]] = []
+        self.left = 0
+        self.run = run_of(scene, folder)
+        self.policy = Block({policy: self._policy(policy) for policy in POLICIES})
+
+    def _policy(self, policy: str) -> RoutePolicy:
+        if policy == "flow":
+            return FlowRoutes(self.scene.microbatches, self._cost, lambda p: self._peers[p].speed, self.scene.seed)
+        return InTurn() if policy == "swarm" else RouteFlow(random.Random(self.scene.seed))
+
+    def _cost(self, one: str, other: str) -> float:
+        """GWTF's d_ij; links are alike in both directions."""
+        a, b = self._peers[one], self._peers[other]
+        computing_s = SLOWEST_S * (1 / a.speed + 1 / b.speed) / 2
+        return computing_s + float(self._delay_s[a.place, b.place] + ACTIVATION_BYTES / self._rate[a.place, b.place])
+
+    async def start(self, world: World) -> None:
+        boot = await world.start("boot")
+        world.bootstrap.append(boot.full_addr)
+        self._add("trainer", Seat(-1, 0, 0.0), world)
+        for seat in seats_of(self.scene, self._rng):
+            await self._join(world, seat)
+        program = Roles(self.run, self._folder).program(TrainerRole, swarm(dht_config=QUIET), policy=self.policy)
+        await world.start("trainer", program=program)
+
+    def _add(self, name: str, seat: Seat, world: World) -> None:
+        for other, there in self._seats.items():
+            delay_s, rate = self._delay_s[seat.place, there.place], self._rate[seat.place, there.place]
+            world.net.set_path(name, other, SimPath(latency_s=float(delay_s), mbit_s=float(rate) * 8e-6))
+        self._seats[name] = seat
+
+    async def _join(self, world: World, seat: Seat) -> None:
+        name = f"peer{len(self._devices)}"
+        self._add(name, seat, world)
+        device = LayerDevice(SLOWEST_S / seat.speed)
+        device.is_last = seat.stage == self.scene.stages - 1
+        limits = msgspec.structs.replace(self.run.limits, stage=seat.stage)
+        roles = Roles(msgspec.structs.replace(self.run, limits=limits), self._folder, _worker_source(device))
+        self._devices.append((device, seat.speed))
+        node = await world.start(name, program=roles.program(StageRole, swarm(dht_config=QUIET)))
+        self._peers[node.id.text] = seat
+        self._present.append(node)
+        self._roles.append((name, roles))
+
+    async def churn(self, world: World) -> None:
+        """Have one peer after the other leave; another one joins in its stage, place and with its speed.
+
+        Every other one says goodbye.
+        """
+        rng = random.Random(f"churn {self.scene.seed}")
+        await trio.sleep(FIRST_LEAVES_S)
+        for number in itertools.count():
+            node = self._present.pop(rng.randrange(len(self._present)))
+            await (world.stop(node) if number % 2 else world.kill(node))
+            self.left += 1
+            await self._join(world, self._seats[node.name])
+            await trio.sleep(LEAVE_EVERY_S)
+
+    def step(self) -> int:
+        """The newest position of any."""
+        live = [roles.live[name] for name, roles in self._roles if name in roles.live]
+        return max((role.position.step for role in live), default=0)
+
+    def work(self) -> float:
+        """Microbatches of one stage that the devices have computed so far."""
+        return sum(device.busy_s * speed / SLOWEST_S for device, speed in self._devices)
+
+
+def run_of(scene: Scene, folder: Path) -> RunFile:
+    """A small model in as many stages, on text made in `folder`."""
+    for number in range(4):
+        text = bytes((7 * number + 13 * at * at + at // 3) % 251 for at in range(40_000))
+        (folder / f"text{number}.txt").write_bytes(text)
+    return RunFile(
+        run="routing",
+        seed=5,
+        model=ModelSection(d_model=WIDTH, heads=2, layers=scene.stages, context=CONTEXT),
+        pipeline=PipelineSection(stages=scene.stages, microbatch=SAMPLES, handover="direct"),
+        optimizer=OptimizerSection(name="sgd", lr=0.1),
+        batch=BatchSection(target_samples=scene.microbatches * SAMPLES),
+        data=DataSection(path=str(folder / "*.txt"), holdout=0.1),
+        evaluate=EvaluateSection(every_steps=0),
+        checkpoint=CheckpointSection(every_steps=0),
+    )
+
+
+async def _measured(scene: Scene, folder: Path) -> dict[str, Measured]:
+    """All policies, one after the other among the same peers: what one learned, the next does not know."""
+    one, found, first = Swarm(scene, folder), dict[str, Measured](), 0
+    config = WorldConfig(net=NetConfig(window_bytes=WINDOW_BYTES))
+    async with World(scene.seed, swarm(dht_config=QUIET), config).running() as world:
+        await one.start(world)
+        first_one = scene.seed % len(POLICIES)
+        for policy in POLICIES[first_one:] + POLICIES[:first_one]:
+            one.policy.current = policy
+            found[policy] = await _block(world, one, first + scene.warm)
+            first += scene.warm + scene.steps
+    return found
+
+
+async def _block(world: World, one: Swarm, first: int) -> Measured:
+    """The steps of one policy, that count from `first` on; peers leave meanwhile."""
+    times, done, left = list[float](), list[float](), one.left
+    async with trio.open_nursery() as nursery:
+        for step in range(first, first + one.scene.steps + 1):
+            assert await world.until(lambda step=step: one.step() >= step, within_s=PATIENCE_S, step_s=LOOK_S)
+            times.append(trio.current_time())
+            done.append(one.work())
+            if step == first:
+                nursery.start_soon(one.churn, world)
+        nursery.cancel_scope.cancel()
+    steps_s = [FASTER * (b - a) for a, b in itertools.pairwise(times)]
+    counted = one.scene.steps * one.scene.microbatches * one.scene.stages
+    return Measured(steps_s, 1.0 - counted / (done[-1] - done[0]), one.left - left)
+
+
+def measured(scene: Scene) -> dict[str, Measured]:
+    with tempfile.TemporaryDirectory(prefix="peerd-routing-") as folder:
+        return run_virtual(_measured, scene, Path(folder), seed=scene.seed)
+
+
+def least_s(scene: Scene) -> float:
+    """Seconds of a step in which all devices compute all the time: what no route can fall below."""
+    each = scene.peers // scene.stages
+    speeds = [sum(SPEEDS[(n + stage) % len(SPEEDS)] for n in range(each)) for stage in range(scene.stages)]
+    return FASTER * scene.microbatches * SLOWEST_S / min(speeds)
+
+
+def measure(full: bool) -> Report:
+    torch.set_num_threads(1)
+    scenes = [Scene(seed, warm=4, steps=16) for seed in (1, 2, 3)] if full else [Scene(1)]
+    runs = [measured(scene) for scene in scenes]
+    found = {policy: [run[policy] for run in runs] for policy in POLICIES}
+    seconds = {policy: statistics.mean(s for one in of for s in one.steps_s) for policy, of in found.items()}
+    wasted = {policy: statistics.mean(one.wasted for one in of) for policy, of in found.items()}
+    extra = {"seconds_per_step": seconds, "wasted": wasted}
+    scene = scenes[0]
+    left = sum(one.left for one in found["ours"])
+    note = (
+        f"{scene.peers} peers, {scene.stages} stages, {scene.microbatches} microbatches a step, {len(scenes)} seeds of "
+        f"{scene.steps} steps, {left} peers left in ours; computing alone takes {least_s(scene):.1f} s; "
+        "--full: more seeds"
+    )
+    return Report("routes of microbatches", [_steps(seconds), _waste(wasted)], note, extra)
+
+
+def _steps(seconds: dict[str, float]) -> Sequence[Figure]:
+    ours = seconds["ours"]
+    return [
+        Figure("swarm_s", "seconds a step: SWARM's wiring alone", seconds["swarm"], "s", 1),
+        Figure("flow_s", "  GWTF's flow", seconds["flow"], "s", 1),
+        Figure("ours_s", "  ours", ours, "s", 1),
+        Figure("ours_over_flow", "  ours over GWTF's", ours / seconds["flow"], "", 2, at_most=1.0),
+        Figure("less_than_swarm", "  less than SWARM's, ours", 100 * (1 - ours / seconds["swarm"]), "%", 1, 30.0),
+    ]
+
+
+def _waste(wasted: dict[str, float]) -> Sequence[Figure]:
+    told = {"swarm": "device time wasted: SWARM's wiring alone", "flow": "  GWTF's flow", "ours": "  ours"}
+    return [Figure(f"wasted_{policy}", told[policy], 100 * wasted[policy], "%", 2) for policy in POLICIES]

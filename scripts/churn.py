@@ -1,0 +1,189 @@
+"""A pipeline of real processes of which one is killed and one joins every half minute, while moves keep it in balance.
+
+    python scripts/churn.py --minutes 10            3 stages of 2 or 3 peers, one of them throttled, and a trainer
+    python scripts/churn.py --minutes 2 --json      the report as one JSON object on the last line
+
+Told: how the loss falls, the longest time without a step, and every move with its reason. The throttled peer has a
+quarter of the others' share of a busy machine, by its priority. A stage never loses its last peer by the script's hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+if __package__ in (None, ""):  # run as a script: this repository is beside it, not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.peerd_process import PeerdProcess
+from scripts.waiting import eventually
+
+STAGES: Final = 3
+FIRST: Final = 7  # stage peers
+LOOK_S: Final = 0.5
+STALL_S: Final = 10.0
+THROTTLED: Final = "17"  # niceness; the others' is 10
+RUN: Final = """\
+run: churn
+seed: 3
+model: {{d_model: 96, heads: 4, layers: 6, context: 64}}
+pipeline: {{stages: 3, microbatch: 4}}
+optimizer: {{name: adamw, lr: 2.0e-3}}
+batch: {{target_samples: 96}}
+averaging: {{sender_timeout_s: 5}}
+data: {{path: stdlib}}
+evaluate: {{every_steps: 0}}
+checkpoint: {{every_steps: 10, keep: 2}}
+"""
+
+
+@dataclass
+class Churn:
+    """The processes, and what is seen of them."""
+
+    folder: Path
+    rng: random.Random
+    peers: list[PeerdProcess] = field(default_factory=list)  # of stages, those that live
+    all: list[PeerdProcess] = field(default_factory=list)
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    longest_stall_s: float = 0.0
+    kills: int = 0
+
+    def start_all(self) -> None:
+        """The backbone, the stage peers and the trainer; returns when the first steps are made."""
+        file = self.folder / "run.yaml"
+        file.write_text(RUN.format())
+        self._listen = ("--listen", "/ip4/127.0.0.1/tcp/0")
+        bootstrap = eventually(self._start("backbone", "backbone", *self._listen).addr, 60)
+        if not bootstrap:
+            raise SystemExit(f"the backbone never listened: see {self.folder}/backbone.log")
+        self._join = ("--model", str(file), "--bootstrap", str(bootstrap), *self._listen)
+        for number in range(FIRST):
+            self.join("--nice", THROTTLED) if not number else self.join()
+        self.trainer = self._start("trainer", "join", "--role", "trainer", *self._join)
+        if not eventually(lambda: self.step() >= 3, 180):
+            raise SystemExit(f"training did not begin: see the logs in {self.folder}")
+
+    def _start(self, name: str, *arguments: str) -> PeerdProcess:
+        found = PeerdProcess(name, self.folder, arguments)
+        self.all.append(found)
+        return found
+
+    def join(self, *options: str) -> None:
+        """One more stage peer."""
+        self.peers.append(self._start(f"stage{len(self.all)}", "join", "--role", "stage", *self._join, *options))
+
+    def step(self) -> int:
+        """The trainer's step; -1: it does not say."""
+        role = self.trainer.role()
+        step = int(role.get("step", -1))
+        if step > 0 and (not self.losses or self.losses[-1][0] != step):
+            self.losses.append((step, float(role.get("loss", "nan"))))
+        return step
+
+    def step_after(self, step: int) -> int:
+        """The trainer's step, if it is a later one; else 0."""
+        return now if (now := self.step()) > step else 0
+
+    def kill(self) -> str:
+        """Kill a peer of a stage that has others; returns its name, or nothing."""
+        stages = {peer.name: peer.role().get("stage", -1) for peer in self.peers}
+        count = Counter(stages.values())
+        spare = [peer for peer in self.peers if count[stages[peer.name]] > 1]
+        if not spare:
+            return ""
+        lost = self.rng.choice(spare)
+        lost.popen.kill()
+        lost.popen.wait()
+        self.peers.remove(lost)
+        self.kills += 1
+        return f"{lost.name} of stage {stages[lost.name]}"
+
+    def watch(self, minutes: float, every_s: float) -> None:
+        """Let it go on, with a death and an arrival every so often."""
+        began = stepped_at = time.monotonic()
+        step, due = self.step(), every_s
+        while (passed := time.monotonic() - began) < 60 * minutes:
+            if now := eventually(partial(self.step_after, step), LOOK_S):
+                step, stepped_at = now, time.monotonic()
+            self.longest_stall_s = max(self.longest_stall_s, time.monotonic() - stepped_at)
+            if passed >= due:
+                due += every_s
+                lost = self.kill()
+                self.join()
+                print(f"{passed:6.0f} s  step {step}  killed {lost}, one joins", file=sys.stderr)
+
+    def moves(self) -> list[str]:
+        """All moves, and those that failed, as the peers' logs tell of them."""
+        return [
+            f"{each.name} {event['name']} from stage {event['before']} to {event['stage']}: "
+            f"{event.get('why') or event.get('reason')}"
+            for each in self.all
+            for event in each.events()
+            if event["name"] in ("stage.moved", "stage.move_failed")
+        ]
+
+    def stop(self) -> None:
+        for each in self.all:
+            if each.popen.poll() is None:
+                each.popen.kill()
+            each.popen.wait()
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def measure(churn: Churn, options: argparse.Namespace) -> dict[str, Any]:
+    churn.start_all()
+    churn.watch(options.minutes, options.every)
+    ended = [peer.name for peer in [*churn.peers, churn.trainer, churn.all[0]] if peer.popen.poll() is not None]
+    losses = [loss for _, loss in churn.losses]
+    first, last = mean(losses[:10]), mean(losses[-10:])
+    return {
+        "minutes": options.minutes,
+        "seed": options.seed,
+        "steps": churn.losses[-1][0],
+        "kills": churn.kills,
+        "first_loss": first,
+        "last_loss": last,
+        "longest_stall_s": churn.longest_stall_s,
+        "ended_by_themselves": ended,
+        "moves": churn.moves(),
+        "met": last < first and churn.longest_stall_s <= STALL_S and not ended,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train while peers come and go.")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--every", type=float, default=30.0, help="seconds between two deaths, each with an arrival")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="folder for logs and data, which stays")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    options = parser.parse_args()
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="peerd-churn-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    churn = Churn(folder, random.Random(options.seed))
+    try:
+        report = measure(churn, options)
+    finally:
+        churn.stop()
+        if options.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    print(json.dumps(report) if options.json else "\n".join(f"{name}: {value}" for name, value in report.items()))
+    return 0 if report["met"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
