@@ -29,6 +29,14 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
+def all_finite_in(tensors: Sequence[Tensor]) -> bool:
+    """True when no value of any tensor is NaN or infinite. A GPU is waited for once, not once a tensor."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return all(map(all_finite, tensors))
+    sums = [tensor.sum().float() for tensor in tensors if tensor.is_floating_point()]
+    return not sums or bool(torch.isfinite(torch.stack(sums)).all()) or all(map(all_finite, tensors))
+
+
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The values in C order, as they lie in memory; shares memory with a contiguous CPU tensor."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)

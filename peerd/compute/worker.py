@@ -2,9 +2,9 @@
 
 Invariants: jobs run one at a time, urgent ones before others, else in the order they were handed in; a job that was
 started runs to its end even when its caller is cancelled (the result is dropped); a job whose caller left before it
-started is skipped; what a job raises, its caller gets. `InlineWorker` keeps the same promises under the virtual
-clock, where a thread would let virtual time run away (trio counts a task that waits for a thread as idle): it computes
-at once and then lets the virtual cost of the job pass.
+started is skipped; what a job raises, its caller gets; a job on a GPU ends when the GPU has done it. `InlineWorker`
+keeps the same promises under the virtual clock, where a thread would let virtual time run away (trio counts a task that
+waits for a thread as idle): it computes at once and then lets the virtual cost of the job pass.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import outcome
 import torch
 import trio
 
+from peerd.compute import gpu
 from peerd.compute.cpu_pace import CpuPace
 from peerd.core.errors import LocalError
 
@@ -177,19 +178,26 @@ class DeviceWorker:
         """The thread: ticket after ticket until the closing mark."""
         if self._threads is not None:
             use_threads(self._threads)
+        with contextlib.suppress(RuntimeError):  # a GPU that does not work fails the jobs that need it
+            gpu.wake(self.device)
         while (ticket := self._tickets.get()[2]) is not None:
             if ticket.wanted and self._pace is not None:
                 self._pace.rest()
             if ticket.wanted:
                 self._current = ticket.name
                 started = time.perf_counter()
-                ticket.result = outcome.capture(ticket.job)
+                ticket.result = outcome.capture(self._whole, ticket.job)
                 self.busy_s += time.perf_counter() - started
                 self.jobs_done += 1
                 self._current = ""
             self._tell(token, ticket.done)
             del ticket  # holds tensors: must not outlive the job while the thread waits for the next
         self._tell(token, self._stopped)
+
+    def _whole(self, job: Callable[[], T]) -> T:
+        result = job()
+        gpu.settle(self.device)
+        return result
 
     @staticmethod
     def _tell(token: trio.lowlevel.TrioToken, event: trio.Event) -> None:

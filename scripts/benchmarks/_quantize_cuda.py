@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import _quantize_beside as beside
 from benchmarks._quantize_cpu import CALLS_PER_BATCH, Coded, Way, all_codes, over_copy
 from benchmarks._quantize_cpu import median_seconds as host_seconds
 from peerd.compute.kernels import ops
 from peerd.core.blockwise import CODES
+
+BESIDE = ("none", "bf16", "dynamic8")
 
 
 def measured(count: int, rounds: int, repeats: int) -> dict[str, Any] | None:
@@ -32,6 +35,7 @@ def measured(count: int, rounds: int, repeats: int) -> dict[str, Any] | None:
         **rates(torch.randn(count, device=device), rounds, repeats),
         "bf16": rates(torch.randn(count, device=device, dtype=torch.bfloat16), rounds, repeats),
         "call_us": call_us(device, rounds),
+        "beside_computing": beside.measured(BESIDE, rounds),
     }
 
 

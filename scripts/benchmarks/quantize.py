@@ -173,6 +173,10 @@ def gpu_section(found: dict[str, Any] | None) -> list[Figure]:
         Figure(f"cuda_call_us_{name}", f"a call for the GPU: {name}", took, "us")
         for name, took in found["call_us"].items()
     ]
+    figures += [
+        Figure(f"cuda_beside_{code}", f"a product while {code} codes / alone", its["both_ms"] / its["compute_ms"])
+        for code, its in found["beside_computing"].items()
+    ]
     for prefix, dtype, part in (("cuda_", "float32", found), ("cuda_bf16_", "bfloat16", found["bf16"])):
         figures.append(
             Figure(f"{prefix}copy_gb_s", f"{dtype} on the GPU: copy, read and written", part["copy_gb_s"], "GB/s", 0)

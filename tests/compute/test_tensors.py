@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.compute.codec.frames import from_frame, to_frame
-from peerd.compute.tensors import all_finite, state_digest
+from peerd.compute.tensors import all_finite, all_finite_in, state_digest
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.frame import DTYPES, TensorFrame
 
@@ -135,3 +135,14 @@ def test_digests_tell_names_dtypes_shapes_and_values_apart_but_not_order() -> No
     assert len({state_digest(state) for state in [base, *others]}) == 6
     assert state_digest(dict(reversed(base.items()))) == state_digest(base)
     assert len(state_digest(base)) == 32
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_one_bad_value_among_many_tensors_is_found(device: str) -> None:
+    good = [torch.ones(3), torch.full((4,), 3e38), torch.tensor([1, 2]), torch.ones(2, dtype=torch.bfloat16)]
+    assert all_finite_in([tensor.to(device) for tensor in good])
+    assert all_finite_in([])
+    for bad in (torch.nan, torch.inf):
+        assert not all_finite_in([tensor.to(device) for tensor in (*good, torch.tensor([1.0, bad]))])

@@ -79,7 +79,7 @@ class Coder:
         """The tensor as a frame, coded as the run file says; `rate_bytes_per_s` is the line's, where it is known.
 
         Raises `frames.NotFinite` when it holds what cannot be coded. The tensor must not change until the frame's
-        payload is whole.
+        payload is whole; it is the result of a worker's job, so its device has done it.
         """
         encoding, why = await self._work(partial(self._begin, tensor, name, rate_bytes_per_s), f"code {name}")
         self.choices[name] = why
@@ -109,7 +109,7 @@ class Coder:
         """Begin a frame, on the coding thread: choose how the tensor travels, and make the first chunk."""
         sample = sample_of(tensor) if self._boundary.code == "auto" else None
         plan, why = choose(self._boundary, rate_bytes_per_s, sample, dtype_name(tensor.dtype), tensor.numel())
-        return begin(tensor, plan, name=name), f"{plan}: {why}"
+        return begin(tensor, plan, name=name, computed=True), f"{plan}: {why}"
 
     async def _finish(self, encoding: Encoding, progress: Progress, name: str) -> None:
         """Finish a frame chunk after chunk, so that others' tensors are coded in between."""

@@ -19,13 +19,16 @@ from peerd.core.blockwise import CODES, SCALE_BYTES, code_bytes, scale_count
 from peerd.core.frame import CRC_BYTES
 
 
-def coded(tensor: Tensor, plan: CodingPlan, payload: memoryview, name: str, lane: CopyLane) -> Iterator[int]:
+def coded(
+    tensor: Tensor, plan: CodingPlan, payload: memoryview, name: str, lane: CopyLane, computed: bool = False
+) -> Iterator[int]:
     """Fill `payload` with the coded `tensor`, which is not empty; gives how many bytes are final so far.
 
-    Raises NotFinite, before anything is final, when a blockwise code cannot carry a value.
+    `computed`: the device has done the tensor; what it computes now need not be waited for. Raises NotFinite, before
+    anything is final, when a blockwise code cannot carry a value.
     """
     with lane.active():
-        lane.follow(tensor)
+        lane.follow(tensor, computed=computed)
         flat = tensor.detach().contiguous().view(-1)
         if plan.coding in CODES:
             return _quantized(flat, plan, payload, name, lane)

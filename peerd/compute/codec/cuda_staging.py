@@ -32,8 +32,11 @@ class CopyLane(Protocol):
         """Inside this context, what is enqueued goes to this lane."""
         ...
 
-    def follow(self, *sources: Tensor) -> None:
-        """Order what is enqueued from now on after all that computing has enqueued; keeps `sources` alive for it."""
+    def follow(self, *sources: Tensor, computed: bool = False) -> None:
+        """Order what is enqueued from now on after all that computing has enqueued; keeps `sources` alive for it.
+
+        `computed`: the device has done `sources`, there is nothing to wait for.
+        """
         ...
 
     def lead(self, *results: Tensor) -> None:
@@ -59,8 +62,9 @@ class CudaLane:
     def active(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def follow(self, *sources: Tensor) -> None:
-        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+    def follow(self, *sources: Tensor, computed: bool = False) -> None:
+        if not computed:
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
         for source in sources:
             source.record_stream(self._stream)
 

@@ -79,13 +79,13 @@ def encode(tensor: Tensor, plan: CodingPlan, *, name: str = "a tensor") -> Tenso
     return encoding.frame()
 
 
-def begin(tensor: Tensor, plan: CodingPlan, *, name: str = "a tensor") -> Encoding:
+def begin(tensor: Tensor, plan: CodingPlan, *, name: str = "a tensor", computed: bool = False) -> Encoding:
     """The tensor as a frame whose first chunk is made.
 
     Any shape, any dtype that frames have; whole numbers and bools travel uncoded. "bf16" and "fp16" round to nearest,
     a value beyond fp16's range becomes its largest. A tensor of at most one chunk, an uncoded one, and a packed one are
-    done at once. Raises NotFinite when a blockwise code cannot carry a value; LocalError for a dtype or plan that
-    frames do not have.
+    done at once. `computed`: the tensor's device has done it, so nothing is waited for there. Raises NotFinite when
+    a blockwise code cannot carry a value; LocalError for a dtype or plan that frames do not have.
     """
     dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
     plan = _settled(plan, dtype, name)
@@ -95,7 +95,7 @@ def begin(tensor: Tensor, plan: CodingPlan, *, name: str = "a tensor") -> Encodi
     else:
         size = expected_bytes(dtype, (tensor.numel(),), plan.coding, plan.block)
         payload = raw_bytes(torch.empty(size, dtype=torch.uint8))
-        steps = _steps(tensor, plan, payload, name)
+        steps = _steps(tensor, plan, payload, name, computed)
     if plan.lossless:
         for _ in steps:
             pass
@@ -188,7 +188,19 @@ def decode_onto(frame: TensorFrame, into: Tensor, base: Tensor | None = None, *,
 
 
 def sample_of(tensor: Tensor) -> Sample:
-    """Summary of up to SAMPLE_VALUES of the tensor's values, in blocks of 64 spread over all of it."""
+    """Summary of up to SAMPLE_VALUES of the tensor's values, in blocks of 64 spread over all of it.
+
+    A GPU must have done the tensor: it is read beside what computes there now.
+    """
+    if tensor.device.type == "cuda":
+        from peerd.compute.codec import cuda_staging  # not needed where there is no GPU
+
+        with cuda_staging.lane_of(tensor.device).active():
+            return _sample_of(tensor)
+    return _sample_of(tensor)
+
+
+def _sample_of(tensor: Tensor) -> Sample:
     flat = tensor.detach().reshape(-1)
     if not flat.numel() or not flat.is_floating_point():
         return Sample(0.0)
@@ -222,12 +234,12 @@ def _settled(plan: CodingPlan, dtype: str, name: str) -> CodingPlan:
     return CodingPlan(coding, block or CODES[coding].block, plan.lossless)
 
 
-def _steps(tensor: Tensor, plan: CodingPlan, payload: memoryview, name: str) -> Iterator[int]:
+def _steps(tensor: Tensor, plan: CodingPlan, payload: memoryview, name: str, computed: bool) -> Iterator[int]:
     """Steps that code the tensor, on the device where it lies."""
     if tensor.device.type == "cuda":
         from peerd.compute.codec import cuda_frames, cuda_staging  # not needed where there is no GPU
 
-        return cuda_frames.coded(tensor, plan, payload, name, cuda_staging.lane_of(tensor.device))
+        return cuda_frames.coded(tensor, plan, payload, name, cuda_staging.lane_of(tensor.device), computed)
     flat = tensor.detach().cpu().contiguous().view(-1)
     return _quantized(flat, plan, payload, name) if plan.coding in CODES else _rounded(flat, plan, payload)
 

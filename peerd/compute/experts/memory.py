@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from peerd.compute.experts.blocks import block_outline
 from peerd.compute.experts.hosted_expert import optimizer_section
+from peerd.compute.gpu import free_bytes
 from peerd.core.experts.grid import grid_of, sample_shapes
 from peerd.core.model.stage_memory import moment_names
 from peerd.core.run.runfile import ExpertsSection, RunFile
@@ -90,8 +91,8 @@ def _room(run: RunFile, device: str) -> float:
     """Bytes that experts may take where they compute."""
     limit = run.limits.memory_gb * 1e9
     if device.startswith("cuda"):
-        free, _ = torch.cuda.mem_get_info(device)
-        return min(FREE_SHARE * free, (limit - torch.cuda.memory_reserved(device)) if limit else float("inf"))
+        free, _ = free_bytes(device)  # within the limit, if there is one
+        return free if limit else FREE_SHARE * free
     if limit:
         held: int = psutil.Process().memory_info().rss
         return limit - held

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import outcome
 import psutil
-import torch
 
+from peerd.compute.gpu import free_bytes
 from peerd.compute.model.partition import ModelPiece, build, outline
 from peerd.core.errors import ConfigError
 from peerd.core.model.stage_memory import StageFootprint, footprint_of
@@ -40,7 +40,7 @@ def lacking(taken: StageFootprint, device: str, own_limit_bytes: float = 0) -> s
     there, here = taken.on(device)
     name = f"stage {taken.stage} ({taken.parameters:,} parameters)"
     if device.startswith("cuda"):
-        free, _ = torch.cuda.mem_get_info(device)
+        free, _ = free_bytes(device)
         if there > free:
             return f"{name} takes {_gb(there)} of {device}'s memory, and {_gb(free)} are free"
     free = psutil.virtual_memory().available + psutil.swap_memory().free

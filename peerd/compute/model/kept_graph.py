@@ -14,7 +14,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_FREE_SHARE: Final = 0.25  # of a GPU's memory stays free of graphs
+from peerd.compute.gpu import free_bytes
+
+_FREE_SHARE: Final = 0.25  # of what may be taken of a GPU's memory stays free of graphs
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -32,8 +34,8 @@ def has_room(device: torch.device, size_bytes: int) -> bool:
     """True where a graph of that size leaves the device enough to compute with; for the CPU its caller keeps count."""
     if device.type != "cuda":
         return True
-    free, total = torch.cuda.mem_get_info(device)
-    return free > size_bytes + _FREE_SHARE * total
+    free, most = free_bytes(device)
+    return free > size_bytes + _FREE_SHARE * most
 
 
 @dataclass(slots=True)

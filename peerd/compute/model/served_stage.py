@@ -199,15 +199,15 @@ class ServedStage:
         self._at(step)
         if keep_graph and step is not None and self.module.keeps_graphs and self.module.has_room_for_graph():
             graph = self.module.forward_for_backward(_whole_numbers_as_int64(x))
-            return StageOutcome(graph.y.detach(), 0.0, time.perf_counter() - began, graph)
+            return StageOutcome(graph.y.detach(), 0.0, self._since(began), graph)
         y = self.module.forward(_whole_numbers_as_int64(x), training=step is not None)
-        return StageOutcome(y, 0.0, time.perf_counter() - began)
+        return StageOutcome(y, 0.0, self._since(began))
 
     def loss(self, x: Tensor, targets: Tensor) -> StageOutcome:
         """Inputs and targets; gives the loss sum over the samples (last stage only)."""
         began = time.perf_counter()
         total = self.module.loss(_whole_numbers_as_int64(x), _whole_numbers_as_int64(targets)) * x.shape[0]
-        return StageOutcome(None, total, time.perf_counter() - began)
+        return StageOutcome(None, total, self._since(began))
 
     def check_targets(self, targets: Tensor) -> None:
         """ValueError where these are no targets of a microbatch, whatever stage needs them."""
@@ -234,7 +234,7 @@ class ServedStage:
         x, target = map(_whole_numbers_as_int64, tensors)
         _need_no_padding(frames, x, target)
         gradient, loss_sum = self.module.backward(x, target, ahead=ahead, graph=graph)
-        outcome = StageOutcome(gradient, loss_sum, time.perf_counter() - began)
+        outcome = StageOutcome(gradient, loss_sum, self._since(began))
         book[mb] = _Kept(frames, outcome, self.module.step)
         return outcome
 
@@ -254,7 +254,7 @@ class ServedStage:
             raise Stale("the microbatch is not kept here")
         with self.module.as_of(kept.at):
             y = self.module.forward(_whole_numbers_as_int64(decode(kept.frames[0], name="a kept input")), training=True)
-        return StageOutcome(y, 0.0, time.perf_counter() - began)
+        return StageOutcome(y, 0.0, self._since(began))
 
     @property
     def kept_bytes(self) -> int:
@@ -371,6 +371,11 @@ class ServedStage:
         """Name, dtype and shape of what `describe` gives, in its order, without copying anything."""
         views = self.module.state_views()
         return [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in sorted(views.items())]
+
+    def _since(self, began: float) -> float:
+        """Seconds since then, once the device has done its part."""
+        self.module.settle()
+        return time.perf_counter() - began
 
     def _at(self, step: int | None) -> int:
         """Number of steps that the call is ahead of the parameters."""

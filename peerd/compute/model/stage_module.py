@@ -29,13 +29,14 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import Layout
+from peerd.compute.gpu import settle
 from peerd.compute.model.grad_sums import Sums
 from peerd.compute.model.kept_graph import Graph, SavedBytes, has_room
 from peerd.compute.model.optim import Optimizer
 from peerd.compute.model.partition import DTYPES, build
 from peerd.compute.model.precision import Precision
 from peerd.compute.model.shared_buffers import GradientNotFinite, SharedBuffers, buffers_of
-from peerd.compute.tensors import all_finite, dtype_name, state_digest
+from peerd.compute.tensors import all_finite, all_finite_in, dtype_name, state_digest
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.model.stage_memory import moment_names
 from peerd.core.run.runfile import RunFile
@@ -95,6 +96,10 @@ class StageModule:
         a forward moves, and in the last stage, which computes both at once.
         """
         return not (self.last or self._precision.is_scaled or self.buffers.shared)
+
+    def settle(self) -> None:
+        """Wait until the device has computed all that it was asked: to tell how long it took."""
+        settle(self.device)
 
     def has_room_for_graph(self) -> bool:
         """False while the device is nearly full. Asks its driver: for the device's worker, as all that computes."""
@@ -344,14 +349,15 @@ def _need(what: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> N
 
 
 def _need_finite(what: str, *tensors: Tensor) -> None:
-    if not all(all_finite(tensor.detach()) for tensor in tensors):
+    if not all_finite_in([tensor.detach() for tensor in tensors]):
         raise ValueError(f"{what} has values that are not finite")
 
 
 def _need_at_most(largest: float, what: str, gradients: Iterable[Tensor]) -> None:
     if largest == math.inf:
         return
-    found = max((float(torch.linalg.vector_norm(g.detach(), math.inf)) for g in gradients if g.numel()), default=0.0)
+    norms = [torch.linalg.vector_norm(gradient.detach(), math.inf) for gradient in gradients if gradient.numel()]
+    found = float(torch.stack(norms).max()) if norms else 0.0  # one look at the device for all
     if found > largest:
         raise ValueError(f"{what} has values up to {found:.1e}; what is larger than {largest:.1e} cannot be summed")
 

@@ -28,6 +28,7 @@ class LateLane:
         self._late: list[Callable[[], object]] = []
         self.followed: list[Tensor] = []
         self.led: list[Tensor] = []
+        self.waited: list[bool] = []  # for computing, at each `follow`
         self.most_slots = 0
 
     def active(self) -> AbstractContextManager[object]:
@@ -54,8 +55,9 @@ class LateLane:
         for copy in due:
             copy()
 
-    def follow(self, *sources: Tensor) -> None:
+    def follow(self, *sources: Tensor, computed: bool = False) -> None:
         self.followed += sources
+        self.waited.append(not computed)
 
     def lead(self, *results: Tensor) -> None:
         self.catch_up(len(self._late))
@@ -140,6 +142,29 @@ CPU = torch.device("cpu")
 
 class FakeCuda:
     type = "cuda"
+
+
+def test_what_the_device_has_done_waits_for_nothing_else_on_it(lane: LateLane) -> None:
+    payload = memoryview(bytearray(4000))
+    for computed in (False, True):
+        [*cuda_frames.coded(torch.ones(1000), CodingPlan("none"), payload, "x", lane, computed)]
+    assert lane.waited == [True, False]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU")
+def test_a_real_device_codes_beside_what_it_computes_now() -> None:
+    values, factor = torch.randn(4 << 20, device="cuda"), torch.randn(8192, 8192, device="cuda")
+    frames.encode(values, CodingPlan("dynamic8"))  # the kernels are compiled once
+    torch.cuda.synchronize()
+    for _ in range(60):  # some seconds' worth in single precision
+        factor @ factor
+    encoding = frames.begin(values, CodingPlan("dynamic8"), computed=True)
+    while not encoding.done:
+        encoding.advance()
+    assert not torch.cuda.default_stream().query(), "the product was waited for, or is too quick for this test"
+    assert torch.equal(
+        frames.decode(encoding.frame()), frames.decode(frames.encode(values.cpu(), CodingPlan("dynamic8")))
+    )
 
 
 def test_what_a_device_cannot_code_is_refused_before_anything_is_final(lane: LateLane) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from peerd.compute.gpu import wake
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
@@ -208,6 +209,7 @@ def test_a_stage_that_the_run_does_not_have_is_a_config_error() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.slow
 def test_a_gpu_computes_what_the_cpu_computes(stage: StageModule) -> None:
+    wake("cuda")
     gpu = StageModule(RUN, stage.stage, "cuda")
     assert gpu.digest() == stage.digest()
     for piece in (gpu, stage):

@@ -1,0 +1,91 @@
+"""Coding on a GPU beside its computing: matrix products alone, and the same while each result is coded and sent off.
+
+Through the worker and the coder that a stage peer has; with one stream both would take their times one after the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Final
+
+import torch
+import trio
+from torch import Tensor
+
+from peerd.compute.codec.async_codec import Coder
+from peerd.compute.worker import DeviceWorker
+from peerd.core.frame import TensorFrame
+from peerd.core.run.runfile import BoundarySection
+
+WIDTH: Final = 6144  # of the product: some milliseconds in single precision
+VALUES: Final = 4 << 20  # of what is coded: 16 MiB
+
+
+def measured(codes: tuple[str, ...], rounds: int) -> dict[str, dict[str, float]]:
+    """Code -> milliseconds of a product, of coding its result, of decoding, and of a product while its result is coded
+    (`both_ms`).
+    """
+    return {code: trio.run(_of_code, code, rounds) for code in codes}
+
+
+async def _of_code(code: str, rounds: int) -> dict[str, float]:
+    async with (
+        DeviceWorker("cuda") as device,
+        DeviceWorker("coding", threads=1) as coding,
+        trio.open_nursery() as nursery,
+    ):
+        coder = Coder(coding, BoundarySection(code=code), "cuda")  # type: ignore[arg-type]
+        await nursery.start(coder.run)
+        scene = _Scene(device, coder)
+        await scene.prepare()
+        ways: dict[str, Callable[[], Awaitable[object]]] = {
+            "compute_ms": scene.product,
+            "encode_ms": partial(scene.encode, scene.values),
+            "decode_ms": partial(coder.decode, [scene.frame], ["values"]),
+        }
+        found = {name: await _ms_of(way, rounds) for name, way in ways.items()}
+        began = time.perf_counter()
+        async with trio.open_nursery() as beside:
+            for _ in range(rounds):
+                beside.start_soon(scene.encode, await scene.product())
+        found["both_ms"] = 1e3 * (time.perf_counter() - began) / rounds
+        nursery.cancel_scope.cancel()
+    return found
+
+
+async def _ms_of(way: Callable[[], Awaitable[object]], rounds: int) -> float:
+    began = time.perf_counter()
+    for _ in range(rounds):
+        await way()
+    return 1e3 * (time.perf_counter() - began) / rounds
+
+
+class _Scene:
+    """A factor, values that follow from its product, and their frame."""
+
+    values: Tensor
+    frame: TensorFrame
+
+    def __init__(self, device: DeviceWorker, coder: Coder) -> None:
+        self._device, self._coder = device, coder
+
+    async def prepare(self) -> None:
+        """Make the tensors; all that comes only once is done afterwards."""
+        self._factor = await self._device.run(lambda: torch.randn(WIDTH, WIDTH, device="cuda"), name="a factor")
+        self._values = await self._device.run(lambda: torch.randn(VALUES, device="cuda"), name="values")
+        self.values = await self.product()
+        self.frame = await self.encode(self.values)
+        await self._coder.decode([self.frame], ["values"])
+
+    async def product(self) -> Tensor:
+        return await self._device.run(lambda: self._values + (self._factor @ self._factor)[0, 0], name="a product")
+
+    async def encode(self, values: Tensor) -> TensorFrame:
+        """The whole frame."""
+        frame = await self._coder.encode(values, name="values")
+        ready, at = frame.ready, 0
+        while ready is not None and at < memoryview(frame.payload).nbytes:
+            at = await ready.more(at)
+        return frame
