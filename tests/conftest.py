@@ -22,6 +22,7 @@ import trio
 import trio.testing
 
 from peerd.sim.clock import deterministic_scheduling
+from tests.kit import passed
 from tests.kit.amount import ALL, examples
 from tests.kit.watchdog import LoopWatchdog
 
@@ -52,11 +53,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave what is marked `thorough` to `make test-all`."""
-    left = [item for item in items if item.get_closest_marker("thorough") is not None]
-    if left and not ALL:
-        items[:] = [item for item in items if item.get_closest_marker("thorough") is None]
+    """Leave what is marked `thorough` to `make test-all`, and leave out there what has passed before."""
+    run, left = passed.split(items)
+    if not ALL:
+        left = [item for item in items if item.get_closest_marker("thorough") is not None]
+        run = [item for item in items if item.get_closest_marker("thorough") is None]
+    if left:
+        items[:] = run
         config.hook.pytest_deselected(items=left)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    passed.note(report)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

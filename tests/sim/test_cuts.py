@@ -49,7 +49,6 @@ async def rate(roles: Roles, peers: tuple[str, ...], cut: list[tuple[str, str]])
     ("handover", "one", "other", "left"),
     few(
         [(mode, *cut) for mode in ("direct", "trainer") for cut in CUTS],
-        ("direct", *CUTS[1]),
         ("direct", *CUTS[2]),
     ),
 )

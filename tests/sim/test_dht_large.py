@@ -56,6 +56,7 @@ def test_a_fifth_of_hostile_nodes_keeps_no_more_than_one_lookup_in_a_hundred_fro
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_copies_on_the_way_spread_the_readers_of_a_hot_key_and_bring_it_a_hop_nearer() -> None:
     # Small tables make the ways of a few hundred nodes as long as those of ten thousand; most readers are clients.
     config = HeapSimConfig(clients=0.6, node=KademliaConfig(k=8, wide=()))
@@ -71,6 +72,7 @@ def test_copies_on_the_way_spread_the_readers_of_a_hot_key_and_bring_it_a_hop_ne
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_fifth_of_hostile_nodes_keeps_a_hot_key_from_no_more_than_one_reader_in_a_hundred() -> None:
     report = measure_hot(1, HotPlan(readers=500, every_s=0.03, hostile=0.2))
     assert report.success >= 0.99

@@ -21,6 +21,7 @@ TABLE = KademliaConfig(k=8, wide=())  # so that nobody knows everybody
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.thorough
 def test_real_hosts_that_joined_through_a_few_backbones_find_everything_with_a_fifth_of_them_killed() -> None:
     assert run_virtual(_found_after_loss, 1, seed=1) == LOOKUPS
 

@@ -93,6 +93,7 @@ async def stage_peers(world: World, roles: Roles, places: dict[str, int], fast_s
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 async def test_fewer_pairs_of_a_stage_are_far_from_each_other(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches
 ) -> None:

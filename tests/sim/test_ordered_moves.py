@@ -26,6 +26,7 @@ from peerd.sim.world import Node, Program, World, WorldConfig
 from peerd.training.stage import moving
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.amount import some
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
 from tests.kit.members import ORGANIZER, Papers, revoked, token
 from tests.kit.virtualroles import PacedDevice, Roles
@@ -128,6 +129,7 @@ def conducting(roles: Roles) -> str:
     return next(name for name, role in roles.live.items() if isinstance(role, StageRole) and role.status()["conducts"])
 
 
+@pytest.mark.thorough
 async def test_a_peer_without_the_memory_for_both_leaves_before_it_enters(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +148,7 @@ async def test_a_peer_without_the_memory_for_both_leaves_before_it_enters(
         assert len(serving(roles, target)) == 2
 
 
-@pytest.mark.parametrize("phase", ["stage.move_begun", "stage.caught_up", "stage.moved"])
+@pytest.mark.parametrize("phase", some(["stage.moved", "stage.move_begun", "stage.caught_up"], 1))
 async def test_a_kill_of_the_peer_that_moves_costs_nothing_but_the_peer(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches, phase: str
 ) -> None:
@@ -159,6 +161,7 @@ async def test_a_kill_of_the_peer_that_moves_costs_nothing_but_the_peer(
         assert {role.step for role in roles.of(StageRole)} == {STEPS}
 
 
+@pytest.mark.thorough
 async def test_a_kill_of_the_conductor_leaves_the_move_to_its_end(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches
 ) -> None:
@@ -186,6 +189,7 @@ async def test_a_peer_stays_whose_stage_has_lost_its_others_meanwhile(
         assert str(failed["reason"]) == f"stage {source} has lost its other peers meanwhile"
 
 
+@pytest.mark.thorough
 async def test_fixed_places_are_kept(tmp_path: Path, autojump_clock: MockClock, batches: Batches) -> None:
     roles = paced(tmp_path, run_of(tmp_path, placement="fixed"))
     async with lopsided(roles) as world:
@@ -193,6 +197,7 @@ async def test_fixed_places_are_kept(tmp_path: Path, autojump_clock: MockClock, 
         assert not events(roles, "stage.moved", "stage.move_begun")
 
 
+@pytest.mark.thorough
 async def test_a_moved_peer_comes_back_from_its_checkpoint(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches
 ) -> None:
@@ -227,6 +232,7 @@ def gated(papers: dict[str, Papers], run: RunFile) -> Program:
     return program
 
 
+@pytest.mark.thorough
 async def test_a_token_revoked_in_the_midst_of_a_move_costs_only_its_peer(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +256,7 @@ async def test_a_token_revoked_in_the_midst_of_a_move_costs_only_its_peer(
         assert differences(run, plain_torch(run, batches), stages) == []
 
 
+@pytest.mark.thorough
 async def test_a_peer_takes_one_order_at_a_time_and_only_from_the_conductor_that_it_follows(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches
 ) -> None:

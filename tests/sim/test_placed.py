@@ -49,6 +49,7 @@ async def _train(placed: PlacedRun, roles: Roles, batches: Batches) -> list[floa
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_routes_inside_regions_train_faster_than_crossed_ones_and_both_exactly(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     run, tokens_per_s = run_file("sgd", "float64", write_texts(tmp_path)), {}

@@ -41,6 +41,7 @@ async def keep_many(seed: int, roles: Roles) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_that_keeps_100_checkpoints_makes_110_steps(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     run = virtual_run(
