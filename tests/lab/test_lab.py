@@ -16,7 +16,7 @@ from scripts import lab as module
 from scripts.lab import Host, Lab, LabError, labels, why_not
 from scripts.waiting import eventually
 
-pytestmark = [pytest.mark.lab, pytest.mark.socket]
+pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket]
 
 RECEIVER = """\
 import socket, sys, time

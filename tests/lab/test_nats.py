@@ -249,6 +249,7 @@ def test_a_private_address_leads_nowhere_on_the_wan(wide: WideLab, sockets: cont
     assert tried(stranger, (host.ip, PORT)) == "silence"
 
 
+@pytest.mark.alone
 def test_round_trips_take_both_delays_twice(wide: WideLab, sockets: contextlib.ExitStack) -> None:
     a, b = wide.host("a", "port-restricted", delay_ms=30), wide.host("b", delay_ms=20)
     listening(sockets, b)
@@ -265,6 +266,7 @@ def test_round_trips_take_both_delays_twice(wide: WideLab, sockets: contextlib.E
     assert time.perf_counter() - began >= 0.2
 
 
+@pytest.mark.alone
 def test_a_line_that_is_down_loses_all_and_then_goes_on(wide: WideLab, sockets: contextlib.ExitStack) -> None:
     a, b = wide.host("a"), wide.host("b", "port-restricted")
     with listening(sockets, a) as listener:
@@ -282,6 +284,7 @@ def test_a_line_that_is_down_loses_all_and_then_goes_on(wide: WideLab, sockets: 
 
 
 @pytest.mark.parametrize(("at_sender", "at_receiver", "share"), [({"loss": 0.2}, {}, 0.8), ({}, {"twice": 0.2}, 1.2)])
+@pytest.mark.alone
 def test_frames_are_lost_or_come_twice_as_often_as_was_chosen(
     wide: WideLab,
     sockets: contextlib.ExitStack,
@@ -303,6 +306,7 @@ def test_frames_are_lost_or_come_twice_as_often_as_was_chosen(
 
 
 @pytest.mark.parametrize(("rate_mbit", "delay_ms", "loss"), [(20, 0, 0), (100, 10, 0), (100, 1, 0.0005)])
+@pytest.mark.alone
 def test_a_transfer_takes_nearly_all_of_a_line(
     wide: WideLab, sockets: contextlib.ExitStack, rate_mbit: float, delay_ms: float, loss: float
 ) -> None:

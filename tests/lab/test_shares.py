@@ -21,7 +21,7 @@ RATES = (40.0, 40.0, 40.0, 160.0)  # Mb/s: the fast one sums everything, each sl
 VALUES = 1_000_000
 BUSY = 0.25  # of the processor, by others: then it is not the lines that are waited for
 
-pytestmark = [pytest.mark.lab, pytest.mark.socket]
+pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket]
 
 
 @pytest.mark.slow
