@@ -23,22 +23,24 @@ WIDTH: Final = 6144  # of the product: some milliseconds in single precision
 VALUES: Final = 4 << 20  # of what is coded: 16 MiB
 
 
-def measured(codes: tuple[str, ...], rounds: int) -> dict[str, dict[str, float]]:
+def measured(
+    codes: tuple[str, ...], rounds: int, device: str = "cuda", width: int = WIDTH
+) -> dict[str, dict[str, float]]:
     """Code -> milliseconds of a product, of coding its result, of decoding, and of a product while its result is coded
     (`both_ms`).
     """
-    return {code: trio.run(_of_code, code, rounds) for code in codes}
+    return {code: trio.run(_of_code, code, rounds, device, width) for code in codes}
 
 
-async def _of_code(code: str, rounds: int) -> dict[str, float]:
+async def _of_code(code: str, rounds: int, name: str, width: int) -> dict[str, float]:
     async with (
-        DeviceWorker("cuda") as device,
+        DeviceWorker(name) as device,
         DeviceWorker("coding", threads=1) as coding,
         trio.open_nursery() as nursery,
     ):
-        coder = Coder(coding, BoundarySection(code=code), "cuda")  # type: ignore[arg-type]
+        coder = Coder(coding, BoundarySection(code=code), name)  # type: ignore[arg-type]
         await nursery.start(coder.run)
-        scene = _Scene(device, coder)
+        scene = _Scene(device, coder, width)
         await scene.prepare()
         ways: dict[str, Callable[[], Awaitable[object]]] = {
             "compute_ms": scene.product,
@@ -68,13 +70,14 @@ class _Scene:
     values: Tensor
     frame: TensorFrame
 
-    def __init__(self, device: DeviceWorker, coder: Coder) -> None:
-        self._device, self._coder = device, coder
+    def __init__(self, device: DeviceWorker, coder: Coder, width: int) -> None:
+        self._device, self._coder, self._width = device, coder, width
 
     async def prepare(self) -> None:
         """Make the tensors; all that comes only once is done afterwards."""
-        self._factor = await self._device.run(lambda: torch.randn(WIDTH, WIDTH, device="cuda"), name="a factor")
-        self._values = await self._device.run(lambda: torch.randn(VALUES, device="cuda"), name="values")
+        name, width = self._device.device, self._width
+        self._factor = await self._device.run(lambda: torch.randn(width, width, device=name), name="a factor")
+        self._values = await self._device.run(lambda: torch.randn(VALUES, device=name), name="values")
         self.values = await self.product()
         self.frame = await self.encode(self.values)
         await self._coder.decode([self.frame], ["values"])

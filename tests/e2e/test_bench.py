@@ -91,7 +91,7 @@ def test_the_quantize_benchmark_prints_its_figures(
 def test_the_quantize_benchmark_holds_a_gpu_to_the_bytes_that_must_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arithmetic, on a CPU and with made-up times: a device that moves 1 GB/s whatever it does."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    from benchmarks import _quantize_cuda, quantize
+    from benchmarks import _quantize_beside, _quantize_cuda, quantize
 
     def times(ways: dict[str, Any], _rounds: int, _repeats: int) -> dict[str, float]:
         for way in ways.values():
@@ -104,9 +104,13 @@ def test_the_quantize_benchmark_holds_a_gpu_to_the_bytes_that_must_move(monkeypa
     assert found["dynamic8"]["quantize_gb_s"] == pytest.approx(0.8)
     assert found["dynamic8"]["dequantize_over_bound"] == pytest.approx((1 + 1 / 4 + 1 / 256) / 1.25)
     assert found["int4"]["quantize_over_bound"] == pytest.approx((1 + 1 / 8 + 1 / 64) / 2.5)
-    section = quantize.gpu_section({**found, "bf16": found, "call_us": _quantize_cuda.call_us(torch.device("cpu"), 1)})
+    beside = _quantize_beside.measured(("int8",), 1, "cpu", 64)
+    calls = _quantize_cuda.call_us(torch.device("cpu"), 1)
+    section = quantize.gpu_section({**found, "bf16": found, "call_us": calls, "beside_computing": beside})
     met = {figure.key: figure.met for figure in section if figure.met is not None}
     assert section[0].key == "cuda_call_us_quantize"
+    assert section[2].key == "cuda_beside_int8"
+    assert section[2].value > 0
     assert met["cuda_dynamic8_quantize_over_bound"]
     assert not met["cuda_bf16_int4_dequantize_over_bound"]
     assert quantize.gpu_section(None) == []

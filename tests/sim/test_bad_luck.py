@@ -187,7 +187,7 @@ def test_a_disk_hangs(run: RunFile, tmp_path: Path, victims: int, monkeypatch: p
     check(run, tmp_path, trouble, Disk, lambda: Disk.mended.set())
 
 
-@pytest.mark.parametrize("victims", [pytest.param(1, id="one"), thorough(6, id="all")])
+@pytest.mark.parametrize("victims", [thorough(1, id="one"), thorough(6, id="all")])
 def test_a_disk_is_full_in_mid_commit(
     run: RunFile, tmp_path: Path, victims: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

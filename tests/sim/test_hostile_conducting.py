@@ -36,6 +36,7 @@ from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World, WorldConfig
 from roles.trainer import TrainerRole
+from tests.kit.amount import thorough
 from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
 from tests.kit.world import home_line
 
@@ -171,11 +172,11 @@ async def attacked(roles: Roles, attack: Attack, within_s: float) -> None:
 @pytest.mark.parametrize(
     ("attack", "within_s"),
     [
-        (names_terms, 60.0),
+        thorough(names_terms, 60.0),
         (conducts_in_the_next_term, 60.0),
-        (stands_far_ahead, 60.0),
-        (only_wishes, 150.0),
-        (credits_others, 150.0),
+        thorough(stands_far_ahead, 60.0),
+        thorough(only_wishes, 150.0),
+        thorough(credits_others, 150.0),
         (takes_every_post, 60.0),
     ],
 )

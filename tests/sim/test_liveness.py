@@ -28,7 +28,7 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-from tests.kit.amount import thorough
+from tests.kit.amount import some, thorough
 from tests.kit.virtualroles import Roles, virtual_run
 from tests.kit.world import home_line
 
@@ -110,6 +110,7 @@ TROUBLES: dict[str, Trouble] = {
     "a member does not reach the conductor": one_way(mate, conductor),
     "the conductor does not reach a member": one_way(conductor, mate),
 }
+FIRST = ("the conductor stands still", "a trainer does not reach a stage peer")  # the others: in test-all
 
 
 async def goes_on(seed: int, roles: Roles, trouble: Trouble) -> None:
@@ -143,7 +144,7 @@ def told(roles: Roles) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delayed", [False, thorough(True)])
-@pytest.mark.parametrize("trouble", sorted(TROUBLES))
+@pytest.mark.parametrize("trouble", some(sorted(TROUBLES, key=lambda name: (name not in FIRST, name)), len(FIRST)))
 def test_a_step_goes_on_within_half_a_minute(tmp_path: Path, run: RunFile, trouble: str, delayed: bool) -> None:
     torch.set_num_threads(1)
     run = msgspec.structs.replace(run, optimizer=msgspec.structs.replace(run.optimizer, delayed=delayed))
