@@ -342,7 +342,11 @@ def _start(flags: Flags) -> None:
     import trio
 
     from peerd import daemon, launch
+    from peerd.commands.doctor.idle_gpu import idle_gpu
     from peerd.control import company
+
+    if (hint := idle_gpu(flags.device)) and set(flags.roles) - {"backbone", "aux"}:
+        typer.echo(f"peerd: {hint}", err=True)
 
     plan = daemon.DaemonPlan(
         roles=classes,

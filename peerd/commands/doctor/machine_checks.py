@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from peerd.commands.doctor.finding import CheckResult, CheckVerdict, failed
+from peerd.commands.doctor.idle_gpu import idle_gpu
 from peerd.core.errors import ConfigError, missing_package
 from peerd.core.version import VERSION
 from peerd.home import IDENTITY_FILE, load_identity, locked, make_private_dir
@@ -61,7 +62,7 @@ def device_checks(device: str) -> Iterator[CheckResult]:
     memory = f", {facts.memory_bytes / 1e9:.0f} GB" if facts.memory_bytes else ""
     text = f"{facts.name}{memory}, torch {facts.torch_version}, {facts.threads} threads of {os.cpu_count()} cores"
     coded_by, slow_because = ops.described(device)
-    yield CheckResult("device", CheckVerdict.OK, text)
+    yield CheckResult("device", CheckVerdict.OK, text, idle_gpu(device))
     yield CheckResult(
         "quantized transfer", CheckVerdict.WARN if slow_because else CheckVerdict.OK, coded_by, slow_because
     )
