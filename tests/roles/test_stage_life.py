@@ -58,6 +58,8 @@ async def reaches(s: Swarm, peer: Peer, step: int, timeout_s: float = 60.0) -> N
 async def test_a_killed_peer_returns_with_its_checkpoint_and_catches_up(tmp_path: Path, run: RunFile) -> None:
     async with swarm(tmp_path / "peers") as s:
         peers = await whole(s, run)
+        for name in ("more", "still more"):  # stage 0 is the weaker one whatever each peer is measured to do
+            await s.start(name, StageRole, pinned(run, 1))
         await reaches(s, peers[0], 4)
         peers[0].kill()
         await reaches(s, peers[2], peers[2].role.position.step + 3)
