@@ -53,12 +53,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave what is marked `thorough` to `make test-all`, and leave out there what has passed before."""
+    """Leave what is marked `thorough` to `make test-all`, and leave out there what has passed before.
+
+    Whoever names a file or a folder with nothing else in it wants just that.
+    """
     run, left = passed.split(items)
     if not ALL:
         left = [item for item in items if item.get_closest_marker("thorough") is not None]
         run = [item for item in items if item.get_closest_marker("thorough") is None]
-    if left:
+    if left and (run or ALL):
         items[:] = run
         config.hook.pytest_deselected(items=left)
 

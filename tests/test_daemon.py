@@ -139,6 +139,7 @@ async def test_a_signal_lets_roles_leave_before_they_are_cancelled(
     assert not socket_path(one.home).exists()
 
 
+@pytest.mark.thorough
 async def test_what_a_role_fetches_by_itself_keeps_to_the_limits(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:

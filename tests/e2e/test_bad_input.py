@@ -262,6 +262,7 @@ def test_a_peer_that_reaches_nobody_waits_says_what_it_tried_and_begins_when_tol
 
 @pytest.mark.slow
 @pytest.mark.socket
+@pytest.mark.thorough
 def test_doctor_tells_a_healthy_bootstrap_from_one_with_another_identity(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -307,6 +308,7 @@ def words(folder: Path, word: str) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.socket
+@pytest.mark.thorough
 def test_a_peer_with_another_tokenizer_of_the_same_name_is_told_so_in_one_sentence(tmp_path: Path) -> None:
     with processes(tmp_path) as started:
         addr = started.backbone().address()

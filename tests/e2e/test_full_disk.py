@@ -88,6 +88,7 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_one_warning(tmp_path: Path) 
             assert "a bug" not in process.said
 
 
+@pytest.mark.thorough
 def test_a_backbone_that_keeps_and_a_newcomer_on_full_disks_say_so_and_the_run_goes_on(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         for name in ("backbone", "newcomer"):

@@ -48,6 +48,7 @@ def test_a_volunteer_pastes_the_line_and_trains(tmp_path: Path) -> None:
         assert again.end()[0] == 0
 
 
+@pytest.mark.thorough
 def test_a_run_with_tokens_gives_its_file_to_strangers_signed_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

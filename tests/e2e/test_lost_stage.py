@@ -70,6 +70,7 @@ def test_a_newcomer_takes_the_stage_whose_only_peer_was_killed(tmp_path: Path) -
         conductor.wait_for("stage 1 was lost with its last peer: the swarm goes back from step")
 
 
+@pytest.mark.thorough
 def test_a_newcomer_takes_the_stage_of_the_conductor_that_was_killed(tmp_path: Path) -> None:
     with processes(tmp_path) as started:
         file = run_file(tmp_path)
@@ -81,6 +82,7 @@ def test_a_newcomer_takes_the_stage_of_the_conductor_that_was_killed(tmp_path: P
         newcomer.wait_for("stage 0 was lost with its last peer: the swarm goes back from step")
 
 
+@pytest.mark.thorough
 def test_a_peer_with_a_checkpoint_of_another_stage_takes_the_empty_one_when_it_starts_again(tmp_path: Path) -> None:
     with processes(tmp_path) as started:
         file = run_file(tmp_path)
@@ -96,6 +98,7 @@ def test_a_peer_with_a_checkpoint_of_another_stage_takes_the_empty_one_when_it_s
         assert stage_of(again) == few
 
 
+@pytest.mark.thorough
 def test_a_peer_that_idles_beside_an_empty_stage_moves_there(tmp_path: Path) -> None:
     with processes(tmp_path) as started:
         file = run_file(tmp_path)
@@ -123,6 +126,7 @@ SETS = [
 
 
 @pytest.mark.parametrize(("roles", "stages", "others"), SETS)
+@pytest.mark.thorough
 def test_a_set_of_roles_is_the_first_process_of_a_run(
     tmp_path: Path, roles: tuple[str, ...], stages: int, others: tuple[str, ...]
 ) -> None:

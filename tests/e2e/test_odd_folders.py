@@ -38,6 +38,7 @@ def test_python_m_peerd_imports_nothing_from_where_it_is_started(odd: Path) -> N
     assert (ended.returncode, ended.stderr) == (2, NEEDS_A_FILE)
 
 
+@pytest.mark.thorough
 def test_a_folder_roles_without_a_package_in_it_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "roles" / "webserver" / "tasks").mkdir(parents=True)  # as Ansible has it
     (tmp_path / "own.py").write_text(

@@ -92,6 +92,7 @@ def announced(process: Process) -> set[str]:
     return {peer["peer"] for stage in process.status()["swarm"].get("stages", []) for peer in stage["peers"]}
 
 
+@pytest.mark.thorough
 def test_a_run_that_lost_all_its_peers_goes_on_from_what_a_backbone_kept(tmp_path: Path) -> None:
     file = run_file(tmp_path)
     with processes(tmp_path) as started:

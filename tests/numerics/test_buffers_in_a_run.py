@@ -30,6 +30,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.thorough
 async def test_replicas_with_batch_norm_agree_also_with_one_that_joins_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,7 @@ async def test_nine_replicas_in_a_grid_train_like_one_process(
 
 
 @pytest.mark.parametrize("code", ["int8", thorough("powersgd")])
+@pytest.mark.thorough
 async def test_replicas_in_a_grid_stay_equal_though_gradients_are_coded(
     tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
@@ -101,6 +102,7 @@ async def test_replicas_in_a_grid_stay_equal_though_gradients_are_coded(
     assert batches.faults(per_step=9) == []
 
 
+@pytest.mark.thorough
 async def test_a_replica_that_dies_in_the_second_round_is_left_out_and_the_others_stay_equal(
     tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:

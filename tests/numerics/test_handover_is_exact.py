@@ -200,6 +200,7 @@ async def test_a_swarm_that_hands_over_trains_exactly_like_one_process(
     assert differences(run, plain, modules) == []
 
 
+@pytest.mark.thorough
 async def test_what_a_trainer_sends_to_two_peers_of_each_stage_counts_once(
     tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def step_of(peer: Peer) -> int:
     return step
 
 
+@pytest.mark.thorough
 async def test_of_two_backbones_one_is_killed_and_the_run_goes_on_from_what_the_other_kept(
     tmp_path: Path, run: RunFile
 ) -> None:

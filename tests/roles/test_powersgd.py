@@ -88,6 +88,7 @@ async def test_replicas_agree_and_learn_as_with_whole_gradients(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("delayed", [thorough(False, id="at once"), pytest.param(True, id="delayed")])
+@pytest.mark.thorough
 async def test_survivors_and_a_newcomer_have_the_same_bits(tmp_path: Path, batches: Batches, delayed: bool) -> None:
     """Parameters, moments and Q: `StageModule.digest` is of them all."""
     run = run_with(LOW_RANK, write_texts(tmp_path), STEPS_FOR_A_NEWCOMER)

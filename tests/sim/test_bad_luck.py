@@ -112,6 +112,7 @@ def check(
 @pytest.mark.parametrize("both", [thorough(True, id="both ways"), pytest.param(False, id="one way")])
 @pytest.mark.parametrize("count", [pytest.param(1, id="one peer"), thorough(3, id="the stage")])
 @pytest.mark.parametrize("stage", [thorough(0), 1])
+@pytest.mark.thorough
 def test_a_trainer_reaches_the_conductor_and_not_a_stage(
     run: RunFile, tmp_path: Path, stage: int, count: int, both: bool
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_member_reaches_another_in_one_direction_only(
 
 
 @pytest.mark.parametrize("whom", ["member", thorough("conductor"), thorough("trainer")])
+@pytest.mark.thorough
 def test_a_peer_stands_still_for_20_s_while_a_step_is_prepared(run: RunFile, tmp_path: Path, whom: str) -> None:
     async def trouble(world: World, roles: Roles) -> None:
         victim = {"member": of_stage(roles, 1)[0], "conductor": of_stage(roles, 0)[-1], "trainer": "trainer0"}[whom]
@@ -175,6 +177,7 @@ class Disk(PacedDevice):
 
 
 @pytest.mark.parametrize("victims", [pytest.param(1, id="one"), thorough(6, id="all")])
+@pytest.mark.thorough
 def test_a_disk_hangs(run: RunFile, tmp_path: Path, victims: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Disk, "hung", [])
     monkeypatch.setattr(Disk, "victims", victims)

@@ -52,6 +52,7 @@ async def rate(roles: Roles, peers: tuple[str, ...], cut: list[tuple[str, str]])
         ("direct", *CUTS[2]),
     ),
 )
+@pytest.mark.thorough
 def test_training_goes_on_as_fast_as_the_peers_within_reach_allow(
     tmp_path: Path, handover: str, one: str, other: str, left: tuple[str, ...]
 ) -> None:

@@ -16,6 +16,7 @@ def test_a_small_churn_run_repeats_exactly_and_finds_everything() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_thousand_nodes_find_99_percent_while_a_fifth_of_them_is_replaced(capsys: pytest.CaptureFixture[str]) -> None:
     report = measure_churn(1)
     with capsys.disabled():

@@ -113,6 +113,7 @@ async def test_fewer_pairs_of_a_stage_are_far_from_each_other(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 async def test_the_run_goes_on_when_all_of_the_fastest_place_leave_at_once(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches
 ) -> None:

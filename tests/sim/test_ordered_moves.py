@@ -173,6 +173,7 @@ async def test_a_kill_of_the_conductor_leaves_the_move_to_its_end(
         assert len(roles.live[mover].posts) == 1
 
 
+@pytest.mark.thorough
 async def test_a_peer_stays_whose_stage_has_lost_its_others_meanwhile(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches
 ) -> None:

@@ -116,6 +116,7 @@ async def attack(scene: Scene, targets: list[PeerId]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 async def test_honest_circuits_keep_their_rate_under_attack(autojump_clock: trio.testing.MockClock) -> None:
     async with running_hosts() as hosts:
         net = hosts.net

@@ -14,6 +14,7 @@ from peerd.sim.clock import run_virtual
 from peerd.sim.faults import inject, stall
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
+from tests.kit.amount import some
 from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
 from tests.kit.world import home_line
 
@@ -38,7 +39,7 @@ async def stall_again_and_again(roles: Roles, seed: int) -> None:
         await goes_on()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", some([0, 1], 1))
 def test_a_delayed_run_goes_on_after_its_conductor_stood_still(tmp_path: Path, seed: int) -> None:
     run = virtual_run(
         tmp_path,

@@ -63,6 +63,7 @@ async def longest_step_s(roles: Roles, stage: int) -> float:
     ("handover", "stage"),
     few([(mode, stage) for mode in ("direct", "trainer") for stage in (0, 1)], ("direct", 1)),
 )
+@pytest.mark.thorough
 def test_a_device_that_stands_still_costs_a_step_seconds_and_not_a_minute(
     tmp_path: Path, handover: str, stage: int
 ) -> None:

@@ -63,6 +63,7 @@ async def _changing_swarm(seed: int) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_records_stay_found_while_a_third_of_thirty_peers_is_replaced(seed: int) -> None:
     run_virtual(_changing_swarm, seed, seed=seed)
 

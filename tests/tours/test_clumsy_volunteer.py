@@ -12,6 +12,7 @@ from tests.kit.tour import Shell, shells
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(400)]
 
 
+@pytest.mark.thorough
 def test_a_volunteer_makes_every_mistake_and_helps_in_the_end(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     file = run_file(tmp_path)

@@ -38,6 +38,7 @@ print("done", f"{loss.item():.4f}", opt.digest()[:16], flush=True)
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(400)]
 
 
+@pytest.mark.thorough
 def test_a_researchers_loop_trains_with_another_and_its_mistakes_are_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     with shells(tmp_path, "researcher") as (shell,):
@@ -56,6 +57,7 @@ def test_a_researchers_loop_trains_with_another_and_its_mistakes_are_named(tmp_p
         assert first.wait_for(r"done \S+ (\w+)")[1] == second.text.split()[-1]  # the same parameters, bit for bit
 
 
+@pytest.mark.thorough
 def test_a_model_of_ones_own_is_tried_trains_and_comes_out(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     with processes(tmp_path) as started, shells(tmp_path, "researcher") as (shell,):

@@ -15,6 +15,7 @@ from tests.kit.tour import Shell, shells
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(300)]
 
 
+@pytest.mark.thorough
 def test_a_watcher_sees_a_loss_its_reason_and_the_recovery(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     file = run_file(tmp_path)

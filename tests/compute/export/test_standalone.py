@@ -16,6 +16,7 @@ from peerd.compute.export.export import ExportWish, export
 from peerd.compute.export.loaded_model import Style, load_export, write_text
 from peerd.compute.export.standalone import GPT, generate
 from peerd.core.run.runfile import RunFile
+from tests.kit.amount import some
 from tests.kit.exporting import logits, make_run, save_all
 
 # Alone: no site-packages but those of torch and safetensors, no environment, no working directory.
@@ -60,7 +61,7 @@ RUNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", some([*RUNS], 2))
 def test_the_torch_file_alone_gives_the_logits_and_the_text_that_peerd_gives(name: str, tmp_path: Path) -> None:
     run = RUNS[name]
     stages = save_all(tmp_path / "peers", run)

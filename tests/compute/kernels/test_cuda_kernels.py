@@ -79,6 +79,7 @@ def wrong(kernels: Emulated, x: Tensor, code: str, block: int) -> list[str]:
 @pytest.mark.slow
 @each_code
 @each_dtype
+@pytest.mark.thorough
 def test_hard_cases_give_the_bits_of_the_reference(
     emulated: Emulated, code: str, dtype: torch.dtype, seed: int
 ) -> None:
@@ -201,6 +202,7 @@ def test_nothing_is_done_for_no_values(emulated: Emulated) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.thorough
 def test_nvcc_compiles_every_kernel_without_warnings_or_spills(architecture: str, tmp_path: Path) -> None:
     image = tmp_path / "blockwise.cubin"
     options = ["-cubin", f"-arch={architecture}", *nvrtc.STRICT, "-Xptxas", "-v", "-Wno-deprecated-gpu-targets"]

@@ -83,6 +83,7 @@ def check(command: list[str | Path], isas: list[str], folder: Path, seed: int) -
                 assert same, f"{isa}: {call.function} {call.code}/{call.block} of {call.count} {call.dtype}"
 
 
+@pytest.mark.thorough
 def test_arm_processors_code_and_decode_to_the_same_bits(tmp_path: Path, seed: int) -> None:
     missing = [name for name in (CROSS, EMULATOR) if shutil.which(name) is None]
     if missing:
