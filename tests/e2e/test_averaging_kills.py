@@ -84,6 +84,7 @@ def test_a_member_is_lost_in_a_phase_and_the_others_end_in_time(
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, id="the conductor"), thorough(2, id="another")])
+@pytest.mark.thorough
 def test_a_replica_is_killed_in_mid_step_and_nothing_is_lost(tmp_path: Path, victim: int) -> None:
     """Three replicas of a whole model, real peers; the first one conducts."""
     extra = f"averaging: {{sender_timeout_s: {SENDER_TIMEOUT_S}}}\noptimizer: {{total_steps: {STEPS}}}\n"

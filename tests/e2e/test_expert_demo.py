@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.thorough
 def test_the_experts_of_a_killed_host_come_back_with_the_weights_of_their_checkpoints(tmp_path: Path) -> None:
     process = demo(tmp_path / "d", "--kind", "moe", "--json", "--steps", "45")
     out, err = process.communicate(timeout=280)

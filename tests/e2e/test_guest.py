@@ -39,6 +39,7 @@ def processor_share(process: Process, seconds: float) -> float:
 
 
 @pytest.mark.alone
+@pytest.mark.thorough
 def test_a_replica_with_one_thread_keeps_one_processor_busy_and_no_more(tmp_path: Path) -> None:
     file = tmp_path / "heavy.yaml"
     file.write_text(HEAVY)
@@ -81,6 +82,7 @@ def most_held(process: Process, until_step: int) -> float:
 
 @pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux", reason="where the system says what a process holds")
+@pytest.mark.thorough
 def test_a_replica_keeps_to_its_memory(tmp_path: Path) -> None:
     (tmp_path / "held.yaml").write_text(HELD)
     options = ["--model", str(tmp_path / "held.yaml"), "--listen", LISTEN, "--alone", "--memory-gb", "0.85"]
@@ -95,6 +97,7 @@ def test_a_replica_keeps_to_its_memory(tmp_path: Path) -> None:
 
 @pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux", reason="where the system says what a process holds")
+@pytest.mark.thorough
 def test_a_replica_whose_samples_need_more_memory_than_it_may_take_ends_with_one_sentence(tmp_path: Path) -> None:
     wide = HELD.replace("d_model: 384", "d_model: 128").replace("microbatch: 8", "microbatch: 256")
     (tmp_path / "wide.yaml").write_text(wide.replace("target_samples: 16", "target_samples: 256"))
