@@ -88,7 +88,7 @@ class MadeUpExpert:
     def snapshot(self) -> bytes:
         return f"{self.uid}|{self.seed}|{self.version}|".encode().ljust(MIB + 9, b".")
 
-    def load(self, data: bytes) -> None:
+    def load(self, data: bytes | bytearray) -> None:
         uid, seed, version, _ = data.split(b"|")
         if seed == b"NaN":
             raise ValueError("it holds NaN")
@@ -136,7 +136,7 @@ class MadeUpHost:
         self.experts[uid] = MadeUpHosted(model, generation)
         return model
 
-    async def adopt(self, uid: Uid, generation: int, state: bytes | None) -> None:
+    async def adopt(self, uid: Uid, generation: int, state: bytes | bytearray | None) -> None:
         model = MadeUpExpert(uid)
         if state is not None:
             model.load(state)

@@ -67,7 +67,7 @@ class FakeExpert:
     def snapshot(self) -> bytes:
         return f"{self.uid} {self.version}".encode()
 
-    def load(self, data: bytes) -> None:
+    def load(self, data: bytes | bytearray) -> None:
         uid, version = data.decode().split()
         if uid != str(self.uid):
             raise ValueError(f"a state of {uid}, not of {self.uid}")

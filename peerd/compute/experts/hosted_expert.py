@@ -104,13 +104,13 @@ class HostedExpert:
         data: bytes = safetensors.torch.save(state | {"version": torch.tensor(self.version, dtype=torch.int64)})
         return data
 
-    def load(self, data: bytes) -> None:
+    def load(self, data: bytes | bytearray) -> None:
         """Take over a snapshot; ValueError, before any change, says what does not fit."""
         mine = self._views()
         if len(data) > self.nbytes + _HEADER_BYTES:
             raise ValueError(f"the state of expert {self.uid} has {len(data)} bytes; expected about {self.nbytes}")
         try:
-            state = safetensors.torch.load(data)
+            state = safetensors.torch.load(bytes(data))  # no copy of what came as bytes
         except (safetensors.SafetensorError, KeyError) as error:
             raise ValueError(f"the state of expert {self.uid} is no safetensors file: {error}") from None
         version = _version_in(state, self.uid)

@@ -49,7 +49,7 @@ class SavedExpert:
     uid: Uid
     rank: tuple[int, int, bytes]
     path: Path
-    read: Callable[[], bytes | bytearray]  # the snapshot's bytes, checked; ValueError or OSError
+    read: Callable[[], bytes]  # the snapshot's bytes, checked; ValueError or OSError
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _newest(
 
 def _parameters(one: SavedExpert, wanted: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     try:
-        state = safetensors.torch.load(bytes(one.read()))  # it takes no bytearray; one expert at a time
+        state = safetensors.torch.load(one.read())
     except (safetensors.SafetensorError, KeyError) as error:
         raise ValueError(f"{one.path} is damaged: {error}") from None
     found = {name.removeprefix(_PARAMETER): tensor for name, tensor in state.items() if name.startswith(_PARAMETER)}

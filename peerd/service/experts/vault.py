@@ -140,7 +140,7 @@ class Vault:
         me = self._peer.host.id.public_key
         return next((p for p in self._shelf.of(uid) if p.owner == me), None)
 
-    async def read(self, pointer: Pointer) -> bytearray:
+    async def read(self, pointer: Pointer) -> bytes:
         """A checkpoint that is held here; ValueError when it is damaged, and then it is held no more."""
         try:
             return await self._worker.run(partial(self._disk.read, pointer), name="read a checkpoint of an expert")
@@ -175,7 +175,7 @@ class Vault:
         if not answer.body.held:
             raise Refused("it does not hold the checkpoint", holder)
 
-    async def fetch(self, pointer: Pointer, holders: Sequence[PeerId]) -> bytearray:
+    async def fetch(self, pointer: Pointer, holders: Sequence[PeerId]) -> bytes | bytearray:
         """A checkpoint, whole and checked, from here or from `holders`; RemoteError says why there is none."""
         if self._has(pointer):
             try:

@@ -162,14 +162,14 @@ class VaultDisk:
             raise ValueError(f"{path} is damaged: its bytes are not those of its digests")
         return data
 
-    def read(self, pointer: Pointer) -> bytearray:
+    def read(self, pointer: Pointer) -> bytes:
         """The whole checkpoint, checked."""
-        path, data = self._path(pointer), bytearray(pointer.size_bytes)
+        path = self._path(pointer)
         with path.open("rb") as file:
             digests = self._digests(file, path, pointer)
-            read = file.readinto(data)
+            data = file.read(pointer.size_bytes)
         whole = hashlib.sha256(b"".join(digests_of(data))).digest() == state_root([digests])
-        if read != len(data) or not whole:
+        if len(data) != pointer.size_bytes or not whole:
             raise ValueError(f"{path} is damaged: its bytes are not those of its digests")
         return data
 

@@ -268,7 +268,7 @@ class Adoption:
                 # Those that noticed later may come before us.
                 if await self._look_once_more(uid, before) is None:
                     return
-                await self._host.adopt(uid, generation, bytes(data))
+                await self._host.adopt(uid, generation, data)
             except (RemoteError, ValueError) as error:
                 silent |= isinstance(error, RemoteError) and not isinstance(error, ProtocolViolation)
                 self._log.event(

@@ -56,7 +56,7 @@ class AdoptingHost(Protocol):
     @property
     def experts(self) -> Mapping[Uid, HostedState]: ...
 
-    async def adopt(self, uid: Uid, generation: int, state: bytes | None) -> None:
+    async def adopt(self, uid: Uid, generation: int, state: bytes | bytearray | None) -> None:
         """Host an expert from now on; None: anew. ValueError for a state that does not fit, or holds NaN."""
         ...
 

@@ -58,7 +58,7 @@ class StoredModel(ExpertModel, Protocol):
         """Weights, moments and version."""
         ...
 
-    def load(self, data: bytes) -> None:
+    def load(self, data: bytes | bytearray) -> None:
         """Take over a snapshot; ValueError, before any change, when it does not fit."""
         ...
 
@@ -212,7 +212,7 @@ class ExpertHost:
         """Experts that still fit."""
         return 0 if self._leaving else max(0, self.capacity - len(self.experts.keys() | self._coming))
 
-    async def adopt(self, uid: Uid, generation: int, state: bytes | None) -> None:
+    async def adopt(self, uid: Uid, generation: int, state: bytes | bytearray | None) -> None:
         """Host an expert from now on, from a checkpoint or anew; ValueError when the checkpoint does not fit.
 
         Refused when it is hosted here already, or there is no room; LocalError when it is not in the grid.
@@ -260,7 +260,7 @@ class ExpertHost:
 
     # --- choosing -------------------------------------------------------------------------------------------------
 
-    def _made(self, uid: Uid, state: bytes | None) -> StoredModel:
+    def _made(self, uid: Uid, state: bytes | bytearray | None) -> StoredModel:
         model = self._build(uid)
         if state is not None:
             model.load(state)

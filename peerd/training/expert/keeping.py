@@ -52,7 +52,7 @@ class VaultKeeper:
         pointer = self.vault.own(uid)
         if pointer is None:
             raise ValueError(f"no checkpoint of expert {uid} is here")
-        return bytes(await self.vault.read(pointer))
+        return await self.vault.read(pointer)
 
     async def orphans(self, uids: Collection[Uid]) -> Collection[Uid]:
         """Those that have a checkpoint somewhere."""
