@@ -57,10 +57,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Whoever names a file or a folder with nothing else in it wants just that.
     """
-    run, left = passed.split(items)
-    if not ALL:
-        left = [item for item in items if item.get_closest_marker("thorough") is not None]
-        run = [item for item in items if item.get_closest_marker("thorough") is None]
+    leaves_out = passed.before if ALL else lambda item: item.get_closest_marker("thorough") is not None
+    left = [item for item in items if leaves_out(item)]
+    run = [item for item in items if not leaves_out(item)]
     if left and (run or ALL):
         items[:] = run
         config.hook.pytest_deselected(items=left)

@@ -7,6 +7,7 @@ those out that would do the same again. What does more in a run of everything (m
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -25,14 +26,14 @@ def note(report: pytest.TestReport) -> None:
             file.write(f"{report.nodeid}\n")
 
 
-def split(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """The tests to run, and those to leave out since they passed before and do no more now."""
-    done = set(Path(FILE).read_text().splitlines()) if FILE and ALL and Path(FILE).exists() else set()
-    run: list[pytest.Item] = []
-    left: list[pytest.Item] = []
-    for item in items:
-        (left if item.nodeid in done and not grows(item) else run).append(item)
-    return run, left
+def before(item: pytest.Item) -> bool:
+    """True when a test passed before, and does no more in a run of everything."""
+    return item.nodeid in _noted() and not grows(item)
+
+
+@cache
+def _noted() -> frozenset[str]:
+    return frozenset(Path(FILE).read_text().splitlines() if FILE and Path(FILE).exists() else ())
 
 
 def grows(item: pytest.Item) -> bool:
