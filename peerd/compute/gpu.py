@@ -1,4 +1,4 @@
-"""What a CUDA device asks of the threads that use it: a context before the first product, and waiting for its end.
+"""Threads and a CUDA device: a context before the first product, waiting until it is done, and its free memory.
 
 Torch hands work to a GPU and goes on. Here a job of the device's worker ends when the device has done it, so that its
 time can be told, an error is its own, and whoever copies its result need not wait for the job after it.

@@ -65,7 +65,7 @@ class Live:
 
 @dataclass(slots=True)
 class Seen:
-    """What one simulation gave."""
+    """Figures of one simulation."""
 
     done_s: float = 0.0  # capacity of the weakest stage, over time
     best_s: float = 0.0

@@ -72,8 +72,8 @@ class Conducting:
         self.orders.solver = solver
 
     def know_stages(self, stages: Sequence[StageWork], planner: Worker | None) -> None:
-        """What a microbatch asks of each stage, before `run`. `planner`: for placement by the measured network, which
-        not every run wants.
+        """Take over the work of a microbatch in each stage; before `run`. `planner`: for placement by the measured
+        network, which not every run wants.
         """
         self._duty.work = tuple(stage.flops for stage in stages)
         self._replanning = None

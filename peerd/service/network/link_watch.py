@@ -35,7 +35,7 @@ PAGES: Final = 8  # of a map: 4,096 pairs
 
 
 class HasLine(Protocol):
-    """What a line carries, as `RunServices.carries` tells it."""
+    """Rates of a line up and down, as `RunServices.carries` tells them."""
 
     @property
     def up_bytes_per_s(self) -> float: ...

@@ -22,7 +22,7 @@ from tests.kit.world import home_line
 
 
 async def look(seed: int, roles: Roles) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """What the board of a member and that of a watcher have of the network after a minute; the members."""
+    """The network on the board of a member and on that of a watcher after a minute, and the members."""
     async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world, trio.open_nursery() as nursery:
         await start_replicas(world, roles, 3)
         assert await world.until(lambda: roles.replica_step() >= 1, within_s=300), roles.story()

@@ -1,4 +1,4 @@
-"""What one peer measures of its links: only transfers that say something, the least round trip, limited pairs."""
+"""Measurements of one peer's links: only transfers that say something, the least round trip, limited pairs."""
 
 from __future__ import annotations
 

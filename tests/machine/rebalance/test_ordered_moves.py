@@ -26,7 +26,7 @@ def swarm(*counts: int, **changes: object) -> list[PostView]:
 
 
 def ordered(posts: list[PostView], own: str = "", moves: OrderedMoves | None = None, now: float = 0.0) -> set[Transfer]:
-    """What is ordered in the end, where nothing else changes."""
+    """The moves that are ordered in the end, where nothing else changes."""
     found = moves or OrderedMoves(RebalanceConfig((1.0,) * (1 + max(p.stage for p in posts))), own)
     begun = found.look(now, posts)
     return {*begun, *found.look(now + LATER_S, posts)}
