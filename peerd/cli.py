@@ -110,7 +110,9 @@ def join(
     link: Annotated[str | None, typer.Argument(metavar="[LINK]", help="A backbone's line: peerd://...")] = None,
     role: Annotated[
         list[str] | None,
-        typer.Option(metavar="ROLE", help="stage, trainer, ... or module:Class. Repeatable. [default: by the run]"),
+        typer.Option(
+            "--role", metavar="ROLE", help="stage, trainer ... or module:Class. Repeatable. [default: by the run]"
+        ),
     ] = None,
     model: RunFileOption = None,
     bootstrap: Bootstrap = None,
@@ -131,7 +133,7 @@ def join(
         str | None, typer.Option(metavar="PATH", help="With LINK: your text, where the run has none.")
     ] = None,
     token: Annotated[
-        str | None, typer.Option(metavar="TOKEN", help="With LINK: your token, or a file with it.")
+        str | None, typer.Option("--token", metavar="TOKEN", help="With LINK: your token, or a file with it.")
     ] = None,
     allow_code: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="With LINK: code that the run may use. Repeatable.")
@@ -273,7 +275,8 @@ def identity(
 def doctor(
     model: RunFileOption = None,
     role: Annotated[
-        list[str] | None, typer.Option(metavar="ROLE", help="The role to check for; without it, for all. Repeatable.")
+        list[str] | None,
+        typer.Option("--role", metavar="ROLE", help="The role to check for; without it, for all. Repeatable."),
     ] = None,
     bootstrap: Bootstrap = None,
     listen: Listen = None,

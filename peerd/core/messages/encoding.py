@@ -11,7 +11,7 @@ small multiple of the input, whose size is checked first.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -30,9 +30,9 @@ class Empty(Message, frozen=True):
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-# What msgspec raises on bad input: its own errors and broken UTF-8 (ValueError), nesting (RecursionError),
-# numbers that no type holds (OverflowError), and sizes that no memory holds.
-_BAD_INPUT = (ValueError, RecursionError, OverflowError, MemoryError)
+# What msgspec raises on bad input: its own errors (in some of its versions no ValueErrors), broken UTF-8 (ValueError),
+# nesting (RecursionError), numbers that no type holds (OverflowError), and sizes that no memory holds.
+BAD_INPUT: Final = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, MemoryError)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -50,6 +50,6 @@ def decode(kind: type[S], data: bytes | bytearray | memoryview, max_bytes: int =
         raise ProtocolViolation(f"a {kind.__name__} of {len(data)} bytes is above the limit of {max_bytes}")
     try:
         message = decoder(kind).decode(data)
-    except _BAD_INPUT as error:
+    except BAD_INPUT as error:
         raise ProtocolViolation(f"not a valid {kind.__name__}: {error}") from None
     return message

@@ -25,7 +25,7 @@ from peerd.core.errors import ConfigError, ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.keys import SIGNATURE_BYTES, verify
 from peerd.core.limits import RUN_FILE_BYTES
-from peerd.core.messages.encoding import Message
+from peerd.core.messages.encoding import BAD_INPUT, Message
 from peerd.core.run.runfile import RunFile
 
 SERVICE: Final = "run/1"
@@ -122,7 +122,7 @@ def shared_tree(told: RunFileTold, run: str) -> dict[str, Any]:
     """The tree of a published run file, if it may be used; ProtocolViolation says why not."""
     try:
         tree = from_json(told.text, dict[str, Any])
-    except (ValueError, RecursionError) as error:
+    except BAD_INPUT as error:
         raise ProtocolViolation(f"what it gives as the run file is none: {error}") from None
     access = tree.get("access", {})
     own: list[str] = [name for name in _LEFT_OUT if name in tree]

@@ -8,13 +8,14 @@ of it is bounded and printable.
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
+
+from peerd.core.messages.encoding import BAD_INPUT
 
 DIFFERENCES: Final = 12  # told at once
 _VALUE_CHARS: Final = 160
@@ -51,7 +52,7 @@ def read_settings(value: bytes) -> PublishedSettings:
             return PublishedSettings(value)
         corpus, token = tree.pop(_CORPUS), base64.b64decode(tree.pop(_TOKEN, ""), validate=True)
         shared = msgspec.json.encode(tree, order="sorted")
-    except (ValueError, RecursionError, TypeError, binascii.Error):
+    except (*BAD_INPUT, TypeError):
         return PublishedSettings(value)
     told = corpus.items() if isinstance(corpus, dict) else ()
     return PublishedSettings(shared, {key: digest for key, digest in told if _is_of_a_source(key, digest)}, token)
@@ -69,7 +70,7 @@ def differences(mine: bytes, theirs: bytes, files: Mapping[str, str] | None = No
     """
     try:
         published = msgspec.json.decode(theirs)
-    except (ValueError, RecursionError):
+    except BAD_INPUT:
         return ["what is published cannot be read"]
     found = list(_differences(msgspec.json.decode(mine), published, "", files or {}))
     more = len(found) - DIFFERENCES
