@@ -77,11 +77,10 @@ class ExpertRole:
         self._counted = made
 
     def status(self) -> dict[str, object]:
-        told, kept = self.host.status(), self.keeper.status()
-        told |= {"dropped": self.keeper.adoption.yielded}
-        told |= {key: value for key, value in kept.items() if key not in told}
+        told = self.host.status() | self.keeper.status()
         room = self.host.capacity > 0 and not self.host.experts
-        return told | {"waits_for": "an expert that nobody hosts: all of the run's are served" if room else None}
+        why = "an expert: all of the run's are served, and their hosts share them from time to time"
+        return told | {"waits_for": why if room else None}
 
 
 def need_experts(run: RunFile) -> None:

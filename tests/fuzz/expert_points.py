@@ -24,6 +24,8 @@ from peerd.core.messages.experts import (
     Name,
     PieceWanted,
     Pointer,
+    TakenOver,
+    TakeOver,
     state_root,
 )
 from peerd.service.dht import codec as dht
@@ -74,7 +76,14 @@ VAULT = [
     PIECE,
     Good("vault/1/get", PieceWanted(_pointer().digest, -1)),
 ]
-_ROOM = HolderOffer(1 << 40, adopts=True, addrs=[ADDR], taking=[Name.of(A), Name.of(B)])
+SHARING = [
+    Good("sharing/1/take", TakeOver(_pointer(), 900, 0.001)),
+    Good("sharing/1/take", TakeOver(_pointer(A, 1 << 52, 1 << 52, STATES[1]), 2, 0.0)),
+    Good("sharing/1/take", TakeOver(_pointer(B, 6, 9, STATES[2]), 1 << 30, 1e6)),
+]
+_ROOM = HolderOffer(
+    1 << 40, adopts=True, addrs=[ADDR], taking=[Name.of(A), Name.of(B)], hosted=0, places=1 << 30, sample_s=1e-9
+)
 _RECORDS = [
     *(
         goods.signed_record(prefix_key(RUN.run, prefix), encode(told), lasts_s=LASTS_S)
@@ -129,6 +138,7 @@ def _piece(body: bytes) -> list[Good]:
 _ANSWERS: dict[str, Answers] = {
     "vault/1/keep": [Good("vault/1/keep", Kept(held=True)), Good("vault/1/keep", Kept(held=False))],
     "vault/1/get": _piece,
+    "sharing/1/take": [Good("sharing/1/take", TakenOver(generation)) for generation in (0, 1, 7, (1 << 53) - 1)],
     "dht/3/get": [Good("dht/3/get", dht.RecordsMessage([[record]], [], None)) for record in _RECORDS],
     "dht/3/ping": [Good("dht/3/ping", goods.DHT_REPLIES[0])],
     "dht/3/find": [Good("dht/3/find", goods.DHT_REPLIES[1])],
@@ -165,6 +175,13 @@ async def _updated(stage: Stage) -> Sequence[Hostile]:
 async def _hands(stage: Stage) -> Sequence[Hostile]:
     hostile = await _answering(stage)
     await ask(hostile, KEEP)
+    return [hostile]
+
+
+@point("as one that hands experts over", Menu(POOL, [*SHARING, *VAULT], REPLIES).talk(), POINTS)
+async def _gives(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _answering(stage)
+    assert await ask(hostile, DIRECTORY[0])
     return [hostile]
 
 

@@ -16,6 +16,7 @@ from peerd.core.messages.encoding import encode
 from peerd.core.messages.experts import Announced, Name, Pointer, state_root
 from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.log import EventLog
+from peerd.machine.experts.sharing import HostShare
 from peerd.role import RoleContext
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import VaultDisk, digests_of
@@ -24,6 +25,7 @@ from peerd.sim.clock import SimClock
 from peerd.sim.simnet import SimNet
 from peerd.training.expert.adoption import Adoption
 from peerd.training.expert.checkpoints import ExpertCheckpoints
+from peerd.training.expert.sharing import ExpertSharing
 from tests.kit.hosts import keypair
 from tests.kit.virtual import addr_of, running_net, transport
 from tests.kit.workers import InlineWorker
@@ -106,7 +108,7 @@ class MadeUpHosted:
 class MadeUpHost:
     """The host of experts on one peer, with the two that keep and adopt them."""
 
-    def __init__(self, swarm: ExpertSwarm, peer: ExpertPeer, places: int) -> None:
+    def __init__(self, swarm: ExpertSwarm, peer: ExpertPeer, places: int, *, shares: bool = False) -> None:
         self.swarm, self.peer, self.places = swarm, peer, places
         self.experts: dict[Uid, MadeUpHosted] = {}
         self.dropped: dict[Uid, str] = {}
@@ -129,6 +131,11 @@ class MadeUpHost:
         self.checkpoints = ExpertCheckpoints(ctx, peer.vault, self)
         self.adoption = Adoption(ctx, peer.vault, self, self.checkpoints, state_bytes=4 * MIB)
         peer.tasks += [self.announce_all, self.checkpoints.run, self.adoption.run]
+        self.held: set[Uid] = set()  # of which no updates are made
+        self.sample_s = 0.0
+        if shares:
+            self.sharing = ExpertSharing(ctx, peer.vault, self, self.checkpoints, state_bytes=4 * MIB)
+            peer.tasks.append(self.sharing.run)
 
     def begin(self, uid: Uid, seed: str = "anew", generation: int = 0) -> MadeUpExpert:
         """Host an expert from the start."""
@@ -149,10 +156,23 @@ class MadeUpHost:
     async def drop(self, uid: Uid, why: str) -> None:
         del self.experts[uid]
         self.dropped[uid] = why
-        await self.peer.stack.dht.withdraw(prefix_key(self.swarm.run.run, uid.prefix))
+        if any(other.prefix == uid.prefix for other in self.experts):
+            await self.announce(uid)
+        else:
+            await self.peer.stack.dht.withdraw(prefix_key(self.swarm.run.run, uid.prefix))
 
     def room(self) -> int:
         return self.places - len(self.experts)
+
+    def share(self) -> HostShare:
+        return HostShare(len(self.experts), self.room() - len(self.peer.vault.taking), self.sample_s)
+
+    async def hold(self, uid: Uid) -> None:
+        await trio.lowlevel.checkpoint()
+        self.held.add(uid)
+
+    def release(self, uid: Uid) -> None:
+        self.held.discard(uid)
 
     async def announce(self, uid: Uid) -> None:
         async with self._telling:
@@ -199,9 +219,9 @@ class ExpertSwarm:
     async def start(self, *names: str, most_bytes: int = 64 * MIB) -> list[ExpertPeer]:
         return [await self.begin(self.make(name, most_bytes)) for name in names]
 
-    async def host(self, name: str, *uids: Uid, places: int = 8) -> MadeUpHost:
-        """A peer that hosts these experts."""
-        host = MadeUpHost(self, self.make(name), places)
+    async def host(self, name: str, *uids: Uid, places: int = 8, shares: bool = False) -> MadeUpHost:
+        """A peer that hosts these experts, and shares them with others or does not."""
+        host = MadeUpHost(self, self.make(name), places, shares=shares)
         for uid in uids:
             host.begin(uid, seed=name)
         await self.begin(host.peer)

@@ -196,6 +196,8 @@ _PHRASES: Final[Mapping[str, Callable[[Any, Told], str]]] = {
     "queue_s": lambda value, role: "",
     "batch": lambda value, role: f"{units.brief(value)} samples a batch" if value else "",
     "adopted": _counted("taken over"),
+    "given": _counted("handed to other hosts"),
+    "received": _counted("handed over by other hosts"),
     "began_anew": _counted("begun anew"),
     "dropped": _counted("given up"),
     "updates_lost": _counted("updates lost with their hosts"),

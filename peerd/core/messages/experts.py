@@ -3,8 +3,9 @@
 `expert/1`: `forward` has the samples as its one frame and is answered with outputs; `backward` has the samples and the
 gradients of the outputs, and is answered with gradients of the samples after the expert has made an update. The frames'
 first axis is the samples, whose shape the run file fixes. `vault/1` moves checkpoints: `keep` asks a peer to fetch and
-hold one, `get` gives a piece of one, by digest. Records in the DHT are signed by their publishers; a `Pointer` is
-signed by the host that made the checkpoint and means the same whoever shows it.
+hold one, `get` gives a piece of one, by digest. `sharing/1`: `take` asks a host to go on with an expert of the
+caller's. Records in the DHT are signed by their publishers; a `Pointer` is signed by the host that made the checkpoint
+and means the same whoever shows it.
 
 A hostile peer may send: experts outside the grid, bitmaps of another length, claims without experts, pointers that
 nobody signed, pieces that are not those of the digest. Decoding bounds sizes; the rest is checked where it is used.
@@ -21,7 +22,14 @@ import msgspec
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.keys import SIGNATURE_BYTES, verify
-from peerd.core.limits import EXPERT_PIECES, EXPERT_SIDE, EXPERT_STATE_BYTES, EXPERT_TAKING, KEPT_EXPERTS_PER_RECORD
+from peerd.core.limits import (
+    EXPERT_PIECES,
+    EXPERT_PLACES,
+    EXPERT_SIDE,
+    EXPERT_STATE_BYTES,
+    EXPERT_TAKING,
+    KEPT_EXPERTS_PER_RECORD,
+)
 from peerd.core.messages.encoding import Message, encode
 from peerd.core.messages.swarm import AddrText, Fingerprint, Moment
 from peerd.core.messages.token import TokenData
@@ -39,6 +47,7 @@ RequestId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Sha256 = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Signed = Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Places = Annotated[int, msgspec.Meta(ge=0, le=EXPERT_PLACES)]
 Addrs = Annotated[list[AddrText], msgspec.Meta(max_length=16)]
 
 
@@ -124,6 +133,9 @@ class HolderOffer(Message, frozen=True):
     client: bool = False
     # Orphans that it is fetching now: others leave them to it, since a large state takes longer than their patience.
     taking: Annotated[list[Name], msgspec.Meta(max_length=EXPERT_TAKING)] = msgspec.field(default_factory=list)
+    hosted: Places = 0  # experts, by which hosts share them
+    places: Places = 0  # experts that it has memory for, besides
+    sample_s: Seconds = 0.0  # its device's time for a sample of an expert, as measured there; 0: none served yet
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -183,6 +195,20 @@ class Kept(Message, frozen=True):
     """Answer to `keep`: it is held now, whole and checked."""
 
     held: bool
+
+
+class TakeOver(Message, frozen=True):
+    """A request to fetch this state from the caller, and to host the expert from now on in the next generation."""
+
+    pointer: Pointer  # of the caller's own, after its last update
+    hosted: Places  # the caller's figures, as in its offer
+    sample_s: Seconds
+
+
+class TakenOver(Message, frozen=True):
+    """Answer to `take`: the expert is hosted and announced in this generation."""
+
+    generation: Generation
 
 
 class PieceWanted(Message, frozen=True):

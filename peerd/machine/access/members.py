@@ -38,6 +38,7 @@ CALLERS: Final[dict[str, frozenset[str]]] = {
     "average/1": frozenset({"stage", "aux"}),
     "kept/1": frozenset({"stage"}),
     "expert/1": frozenset({"trainer", "expert"}),
+    "sharing/1": frozenset({"expert"}),
     "vault/1": frozenset({"expert", "backbone"}),
 }
 # Roles whose methods a member uses. The directory is used wherever it is: its records are signed by publishers.
@@ -52,6 +53,7 @@ SERVERS: Final[dict[str, frozenset[str]]] = {
     "state/1": frozenset({"stage"}),
     "kept/1": frozenset({"backbone"}),
     "expert/1": frozenset({"expert"}),
+    "sharing/1": frozenset({"expert"}),
     "vault/1": frozenset({"expert", "backbone"}),
 }
 FREE: Final = "access/1"  # where tokens are shown: open to everyone

@@ -66,6 +66,7 @@ class MergeQueue(Generic[L, T]):
     _heads: list[tuple[tuple[float, int], L]] = field(default_factory=list)  # heap; entries may be outdated
     _ahead: dict[str, float] = field(default_factory=dict)  # by caller: the stamp that its next request gets
     _waiting: Counter[str] = field(default_factory=Counter)  # requests by caller
+    _held: set[L] = field(default_factory=set)  # lines that wait, whatever is in them
     _progress: float = 0.0  # the stamp of the request that was served last
     _numbers: int = 0
     _cost: float = 0.0  # of all that wait
@@ -111,7 +112,7 @@ class MergeQueue(Generic[L, T]):
         while self._heads:
             due, name = heapq.heappop(self._heads)
             line = self._lines.get(name)
-            if line and line[0].due == due:
+            if line and line[0].due == due and name not in self._held:
                 self._progress = max(self._progress, due[0])
                 return self._merge(name, line)
         return ()
@@ -140,8 +141,19 @@ class MergeQueue(Generic[L, T]):
         self._gone(queued)
         return True
 
+    def hold(self, name: L) -> None:
+        """Let one line wait until it is released; requests still come to it."""
+        self._held.add(name)
+
+    def release(self, name: L) -> None:
+        """Serve a line again that was held."""
+        self._held.discard(name)
+        if name in self._lines:
+            self._come_to(name)
+
     def clear(self, name: L) -> list[Queued[L, T]]:
         """Take back all of one line: its expert is not served here any more."""
+        self._held.discard(name)
         line = self._lines.pop(name, [])
         for queued in line:
             self._gone(queued)
@@ -199,5 +211,6 @@ class MergeQueue(Generic[L, T]):
         assert abs(sum(queued.cost for queued in waiting) - self._cost) < 1e-6 * max(1.0, self._cost)
         for name, line in self._lines.items():
             assert [queued.due for queued in line] == sorted(queued.due for queued in line)
-            assert (line[0].due, name) in self._heads, "a line that nobody will come to"
+            if name not in self._held:
+                assert (line[0].due, name) in self._heads, "a line that nobody will come to"
         assert len(self._heads) <= 4 * len(self._lines) + _OUTDATED

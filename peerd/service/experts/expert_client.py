@@ -1,8 +1,10 @@
 """Calls to the experts of one run, for layers of experts: implements `core.experts.contract.ExpertNetwork`.
 
 Every call goes to the host whose claim counts, and fails over to no other: another host has other weights. A backward
-goes where its forward was answered, under one request id, so that a repeat after a lost link counts once. All calls of
-a round share one deadline (`machine/experts/answer_rule`); experts that fail or come late leave the average.
+goes where its forward was answered, under one request id, so that a repeat after a lost link counts once. Where a host
+refuses, and the directory says that the expert has moved on to another in a later generation, it is asked there once.
+All calls of a round share one deadline (`machine/experts/answer_rule`); experts that fail or come late leave the
+average.
 
 A hostile host may: stay silent, send its answer drop by drop, answer with other rows, another dtype or shape, more
 frames, NaN, an older generation than it claims, or that it has no such expert. Each is a failure of
@@ -41,6 +43,7 @@ from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.answer_rule import AnswerRule
 from peerd.machine.experts.beam import BeamSearch
+from peerd.machine.experts.prefix_cache import ToldClaim
 from peerd.service.experts.answer_check import AnswerCheck
 from peerd.service.experts.call_figures import CallFigures, reason_of
 from peerd.service.experts.expert_directory import ExpertDirectory
@@ -57,6 +60,7 @@ log = logging.getLogger("peerd.service.experts.expert_client")
 _FORWARD: Final = "expert/1/forward"
 _BACKWARD: Final = "expert/1/backward"
 _SOONEST_S, _LATEST_S = 0.02, 5.0  # before a host is asked again that says it cannot take a call now
+_LOOK_AGAIN_S: Final = 1.0  # between two looks for experts below one prefix that have moved
 _REPEATS: Final = 3  # of a backward whose link was lost: a host that is gone is not asked for long
 _REPEAT_S: Final = 0.5  # before that
 _LATE_IN_A_ROW: Final = 4  # answers of one host that the grace cut off: then others are chosen for a while
@@ -83,6 +87,7 @@ class ExpertClient:
         self._gradients = AnswerCheck(shape_in, self._section.dtype, self._section.code, worker)
         self._live_share = 1.0  # of first prefixes
         self._late = BoundedDict[PeerId, int](EXPERT_RESTS)  # calls in a row that were cut off
+        self._looked_again = BoundedDict[Uid, float](EXPERT_RESTS)  # by prefix, when
         self.figures = CallFigures()
 
     async def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
@@ -177,6 +182,14 @@ class ExpertClient:
         if claim is None:
             self.figures.failed["gone"] += 1
             raise Unreachable("no host that can be asked announces it")
+        try:
+            return await self._forward_at(claim, ask, deadline, follows=claim.generation)
+        except _MovedError as moved:
+            return await self._forward_at(moved.to, ask, deadline)
+
+    async def _forward_at(
+        self, claim: ToldClaim, ask: ExpertAsk, deadline: float, follows: int | None = None
+    ) -> ExpertReply:
         body = Forward(self._fingerprint, Name.of(ask.uid))
 
         async def call() -> ExpertReply:
@@ -188,14 +201,24 @@ class ExpertClient:
             self.figures.note_version(ask.uid, told.generation, told.version)
             return ExpertReply(answer.frames[0], Served(claim.host.text, told.generation, told.version))
 
-        reply = await self._guarded(ask.uid, claim.host, call, deadline, backward=False)
+        reply = await self._guarded(ask.uid, claim.host, call, deadline, follows, backward=False)
         self.figures.forwards += 1
         return reply
 
     async def _backward(self, ask: ExpertAsk, deadline: float) -> ExpertReply:
+        served, request = ask.served, self._clock.secure_bytes(16)
+        assert served is not None
+        host = PeerId.parse(served.host)
+        try:
+            return await self._backward_at(host, request, ask, deadline, follows=served.generation)
+        except _MovedError as moved:
+            return await self._backward_at(moved.to.host, request, ask, deadline)
+
+    async def _backward_at(
+        self, host: PeerId, request: bytes, ask: ExpertAsk, deadline: float, follows: int | None = None
+    ) -> ExpertReply:
         served = ask.served
         assert served is not None
-        host, request = PeerId.parse(served.host), self._clock.secure_bytes(16)
         named = (Name.of(ask.uid), request, served.generation, served.version)
         body = Backward(self._fingerprint, *named, self._section.most_stale)
 
@@ -209,9 +232,19 @@ class ExpertClient:
             stale = max(0, told.version - 1 - served.version)  # below 0: it came back with an older state
             return ExpertReply(answer.frames[0], Served(host.text, told.generation, told.version), stale)
 
-        reply = await self._guarded(ask.uid, host, call, deadline, backward=True)
+        reply = await self._guarded(ask.uid, host, call, deadline, follows, backward=True)
         self.figures.note_backward(reply.stale)
         return reply
+
+    async def _moved(self, uid: Uid, refused: PeerId, generation: int) -> ToldClaim | None:
+        """The host that an expert has moved to from the one that refused; None: to nobody that the directory knows."""
+        now = self._clock.now()
+        if now - self._looked_again.get(uid.prefix, -math.inf) >= _LOOK_AGAIN_S:
+            self._looked_again[uid.prefix] = now
+            self._directory.forget(uid)
+        await self._directory.below([uid.prefix])
+        claim = self._directory.owner(uid)
+        return claim if claim is not None and claim.host != refused and claim.generation > generation else None
 
     async def _call(
         self, host: PeerId, method: str, body: Forward | Backward, reply: type[Any], ask: ExpertAsk, deadline: float
@@ -224,10 +257,10 @@ class ExpertClient:
         )
 
     async def _guarded(
-        self, uid: Uid, host: PeerId, call: Callable[[], Any], deadline: float, *, backward: bool
+        self, uid: Uid, host: PeerId, call: Callable[[], Any], deadline: float, follows: int | None, *, backward: bool
     ) -> ExpertReply:
         """One call, asked again when the host says it is busy; a backward, which counts once, also when the link to the
-        host was lost.
+        host was lost. `follows`: the generation beyond which an expert that is refused may live elsewhere.
         """
         started, repeats = trio.current_time(), _REPEATS if backward else 0
         while True:
@@ -242,6 +275,10 @@ class ExpertClient:
                 if not repeats:
                     raise self._failed(uid, host, error, backward=backward) from None
                 repeats, pause_s = repeats - 1, _REPEAT_S
+            except Refused as error:
+                if follows is not None and (moved := await self._moved(uid, host, follows)) is not None:
+                    raise _MovedError(moved) from None
+                raise self._failed(uid, host, error.blame(host), backward=backward) from None
             except RemoteError as error:
                 raise self._failed(uid, host, error.blame(host), backward=backward) from None
             else:
@@ -288,6 +325,14 @@ class ExpertClient:
         else:
             return
         self._failed(ask.uid, host, error, backward=ask.served is not None)
+
+
+class _MovedError(Exception):
+    """An expert is not at the host that was asked any more. `to`: the claim that counts now."""
+
+    def __init__(self, to: ToldClaim) -> None:
+        super().__init__(f"it is at peer {to.host} now")
+        self.to = to
 
 
 def _reason_text(error: RemoteError) -> str:

@@ -141,7 +141,7 @@ class ExpertServer:
         self._queue: MergeQueue[Line, _Request] = MergeQueue(QueueBounds(max_batch=section.max_batch))
         self._kept: KeptAnswers[tuple[Uid, bytes], _Queued, Answer[Any]] = KeptAnswers()
         self._computing: dict[_Queued, None] = {}
-        self._came = Signal()
+        self._came, self._settled = Signal(), Signal()
         self._free_at = -math.inf
         self._gone = BoundedDict[Uid, str](_GONE)
         self._named = BoundedDict[PeerId, float](_NAMED)
@@ -176,6 +176,17 @@ class ExpertServer:
     def queue_s(self) -> float:
         """Time that a request would wait now."""
         return self._queue.wait_s()
+
+    async def hold(self, uid: Uid) -> None:
+        """Make no more updates of an expert until `release` or `forget`; returns when none is under way."""
+        self._queue.hold((uid, True))
+        while any(queued.line == (uid, True) for queued in self._computing):
+            await self._settled.wait()
+
+    def release(self, uid: Uid) -> None:
+        """Make updates of an expert again, with those that have waited meanwhile first."""
+        self._queue.release((uid, True))
+        self._came.notify()
 
     def forget(self, uid: Uid, why: str) -> None:
         """An expert is not hosted any more: refuse what waits for it, and what comes, with the reason."""
@@ -394,6 +405,7 @@ class ExpertServer:
             else:
                 self._kept.give_up(queued.caller, name)
         queued.request.settle(result)
+        self._settled.notify()
 
 
 def _part(request: _Request) -> BatchPart:

@@ -34,6 +34,7 @@ from peerd.core.messages.experts import DIGEST_BYTES, HolderOffer, Keep, Kept, N
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.kept_shelf import KeptShelf
+from peerd.machine.experts.sharing import HostShare
 from peerd.service.experts.kept_directory import KeptDirectory, VaultPeer
 from peerd.service.experts.vault_disk import Bytes, VaultDisk, piece_at, pieces_of
 from peerd.service.experts.vault_fetch import GET, MemorySink, PieceFetch
@@ -62,14 +63,16 @@ class Vault:
         self.directory = KeptDirectory(run, peer, worker)
         self.fingerprint = fingerprint(run)
         self.adopts: Callable[[], bool] = lambda: False  # whether this peer would take over experts now
+        self.share: Callable[[], HostShare] = lambda: HostShare(0, 0)  # of a host of experts, as others are to know it
         self.taking: list[Uid] = []  # that it is about to take over
+        self.giving: set[Uid] = set()  # that another host is about to take over from it
         self.problem: str | None = None  # the reason that the disk takes nothing
         self._announce_s = run.experts.announce_s
         self._grid = grid_of(run)
         self._peer, self._disk, self._worker = peer, disk, worker
         self._shelf = KeptShelf(peer.host.id.public_key, most_bytes)
         self._fetching = PieceFetch(peer.rpc, worker)
-        self._lent: dict[bytes, tuple[bytes, memoryview]] = {}  # by digest: checkpoints in memory
+        self._lent: dict[bytes, list[tuple[bytes, memoryview]]] = {}  # by digest: checkpoints in memory
         self._coming: dict[bytes, Pointer] = {}  # by signature: what is fetched from hosts
         self._free_bytes = 0
         self._changed = Signal()
@@ -113,7 +116,16 @@ class Vault:
         async with self._telling:
             await self._look_at_disk()
             taking = [Name.of(uid) for uid in self.taking[:EXPERT_TAKING]]
-            offer = HolderOffer(self.room_bytes, self.adopts(), [], taking=taking)
+            mine = self.share()
+            offer = HolderOffer(
+                room_bytes=self.room_bytes,
+                adopts=self.adopts(),
+                addrs=[],
+                taking=taking,
+                hosted=mine.hosted,
+                places=mine.places,
+                sample_s=mine.sample_s,
+            )
             said = False
             try:
                 await self.directory.announce(self._shelf.pointers, offer)
@@ -160,11 +172,13 @@ class Vault:
     @contextmanager
     def lent(self, pointer: Pointer, digests: Sequence[bytes], data: Bytes) -> Iterator[None]:
         """Give pieces of `data` from memory meanwhile: it is asked for before, or though, the disk does not have it."""
-        self._lent[pointer.digest] = (b"".join(digests), memoryview(data))
+        self._lent.setdefault(pointer.digest, []).append((b"".join(digests), memoryview(data)))
         try:
             yield
         finally:
-            self._lent.pop(pointer.digest, None)
+            self._lent[pointer.digest].pop()
+            if not self._lent[pointer.digest]:
+                del self._lent[pointer.digest]
 
     # --- what others hold -------------------------------------------------------------------------------------
 
@@ -207,9 +221,8 @@ class Vault:
         wanted = call.body
         lent, pointer = self._lent.get(wanted.digest), self._shelf.by_digest(wanted.digest)
         if lent is not None:
-            data: Bytes = lent[0]
-            if wanted.piece >= 0:
-                data = lent[1][slice(*piece_at(len(lent[1]), wanted.piece))]
+            all_digests, state = lent[-1]
+            data: Bytes = state[slice(*piece_at(len(state), wanted.piece))] if wanted.piece >= 0 else all_digests
         elif pointer is None or wanted.piece >= pieces_of(pointer.size_bytes):
             raise Refused("this piece of a checkpoint is not held here")
         else:
@@ -229,7 +242,7 @@ class Vault:
 
     async def _keep(self, call: Incoming[Keep]) -> Answer[Kept]:
         pointer, peer = call.body.pointer, call.peer
-        why = self._fault(pointer, peer)
+        why = self.fault(pointer, peer)
         if why is not None:
             log.warning("peer %s asks to keep a checkpoint of expert %s: %s", peer, pointer.expert.uid, why)
             raise Refused(why)
@@ -252,8 +265,8 @@ class Vault:
             del self._coming[pointer.signature]
         return Answer(Kept(held=True))
 
-    def _fault(self, pointer: Pointer, peer: PeerId) -> str | None:
-        """What is wrong with a request to keep a checkpoint."""
+    def fault(self, pointer: Pointer, peer: PeerId) -> str | None:
+        """Why a checkpoint that `peer` shows as its own is none; None: it is."""
         if pointer.run != self.fingerprint:
             return "it is of another run"
         if not self._grid.is_expert(pointer.expert.uid):

@@ -14,8 +14,9 @@ id) wins, and the other gives the expert up here.
 
 Where a look takes in the whole grid (4,096 experts below 256 prefixes), an orphan is adopted within two announcement
 periods. On a larger one that holds below prefixes of which those who come first in the order host or keep an expert,
-too; each of them that does not look there costs the next one a quarter of a period. The other prefixes come in turn: P
-prefixes of S experts take P / min(256, 4096 / S) looks, four in a period.
+too; each of them that does not look there costs the next one a quarter of a period. The other prefixes come in turn: a
+grid of up to 65,536 experts (1,024 prefixes) is seen whole in each period, its orphans are adopted within three; of a
+larger one each look takes in 16,384 (256).
 
 A hostile peer may show checkpoints that are not there (they are given up after a second try), that hold NaN (an older
 one is taken), or huge ones; claim what it does not serve; say that it is about to adopt and never do (it is waited for
@@ -43,6 +44,7 @@ from peerd.training.expert.checkpoints import AdoptingHost, ExpertCheckpoints
 
 _LOOKS: Final = 4  # in an announcement period
 _EXPERTS_PER_LOOK: Final = 4096  # places of the grid below the prefixes of one look, besides those that concern us
+_MOST_PER_LOOK: Final = 16_384  # where so many are needed for a large grid to be seen whole in one period
 _PREFIXES_PER_LOOK: Final = 256
 _PROBES: Final = 64  # peers that one look asks whether they are there
 _LOOKS_AT_RIVAL: Final = 16  # in an announcement period, while a rival goes back
@@ -97,7 +99,7 @@ class Adoption:
             "adopted": self.adopted,
             "began_anew": self.began_anew,
             "updates_lost": self.updates_lost,
-            "yielded": self.yielded,
+            "dropped": self.yielded,
             "updates_dropped": self.updates_dropped,
         }
 
@@ -139,7 +141,8 @@ class Adoption:
         """
         directory, self._turn = self._vault.directory, self._turn + 1
         count, side = directory.last_prefixes, directory.grid.sides[-1]
-        most = min(count, _PREFIXES_PER_LOOK, max(1, _EXPERTS_PER_LOOK // side))
+        places = min(_MOST_PER_LOOK, max(_EXPERTS_PER_LOOK, -(-count * side // _LOOKS)))
+        most = min(count, _PREFIXES_PER_LOOK, max(1, places // side))
         rest = [directory.last_prefix((self._turn * most + i) % count) for i in range(most)]
         held = list(dict.fromkeys(pointer.expert.uid.prefix for pointer in self._vault.held))
         begin = self._turn * _PREFIXES_PER_LOOK % len(held) if len(held) > _PREFIXES_PER_LOOK else 0
@@ -194,12 +197,14 @@ class Adoption:
             claim = view.claims.get(uid)
             if claim is None or claim.peer == self._me or claim.rank <= (hosted.generation, self._me):
                 continue
+            if uid in self._vault.giving:
+                continue  # it is ours until its next host has said that it goes on
             dropped = hosted.model.version - self._forked_at(uid, claim, view)
             self.yielded += 1
             self.updates_dropped += max(0, dropped)
             self._log.event(
                 "expert.yielded",
-                level="warning",
+                level="warning" if dropped > 0 else "info",
                 expert=str(uid),
                 to=claim.peer,
                 generation=claim.generation,

@@ -218,25 +218,11 @@ class ExpertCheckpoints:
     async def _save(self, uid: Uid) -> None:
         """A checkpoint of an expert as it is now."""
         hosted, safe = self._host.experts[uid], self._safe[uid]
-        generation, model = hosted.generation, hosted.model
-
-        def snapshot() -> tuple[int, bytes]:
-            return model.version, model.snapshot()
-
-        version, data = await self._device.run(snapshot, name="snapshot of an expert")
-        digests = await self._files.run(lambda: digests_of(data), name="hash a checkpoint of an expert")
+        generation = hosted.generation
+        pointer, digests, data = await self.snapshot(uid, hosted)
         if self._host.experts.get(uid) is not hosted:
             return  # dropped meanwhile
-        pointer = Pointer(
-            run=self._vault.fingerprint,
-            expert=Name.of(uid),
-            generation=generation,
-            version=version,
-            digest=state_root(digests),
-            size_bytes=len(data),
-            owner=self._ctx.host.id.public_key,
-            began=safe.began,
-        ).signed(self._signer)
+        version = pointer.version
         with self._vault.lent(pointer, digests, data):
             on_disk = await self._put(pointer, digests, data)
             holders = await self._hand(pointer, set())
@@ -250,6 +236,27 @@ class ExpertCheckpoints:
             "expert.checkpointed", level="debug", expert=str(uid), version=version, holders=sorted(holders)
         )
         self._count(uid, safe)
+
+    async def snapshot(self, uid: Uid, hosted: HostedState) -> tuple[Pointer, Sequence[bytes], bytes]:
+        """An expert as it is now, with its signed pointer and the digests of its pieces."""
+        generation, model, safe = hosted.generation, hosted.model, self._safe.get(uid)
+
+        def taken() -> tuple[int, bytes]:
+            return model.version, model.snapshot()
+
+        version, data = await self._device.run(taken, name="snapshot of an expert")
+        digests = await self._files.run(lambda: digests_of(data), name="hash a checkpoint of an expert")
+        pointer = Pointer(
+            run=self._vault.fingerprint,
+            expert=Name.of(uid),
+            generation=generation,
+            version=version,
+            digest=state_root(digests),
+            size_bytes=len(data),
+            owner=self._ctx.host.id.public_key,
+            began=safe.began if safe is not None else 0,
+        )
+        return pointer.signed(self._signer), digests, data
 
     async def _put(self, pointer: Pointer, digests: Sequence[bytes], data: bytes) -> bool:
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Protocol
 
@@ -36,13 +36,15 @@ from peerd.machine.experts.claims import (
     to_take,
     winners,
 )
+from peerd.machine.experts.sharing import HostShare
 from peerd.role import RoleContext
-from peerd.service.experts.expert_server import ExpertModel, ExpertServer, ServerConfig
+from peerd.service.experts.expert_server import ExpertModel, ExpertServer, ServerConfig, ServingStats
 from peerd.signals import Signal
 
 _PARTS: Final = 4  # of its room: a host takes one at a time
 _SPARE: Final = 8  # one part in so many of its room is for orphans alone, unless it has room for the whole grid
 _STEPS: Final = 4  # such steps in one announcement period: an announcement reaches the others in between
+_SMOOTHING: Final = 0.2  # weight of the last half period in the measured time of a sample
 _TOGETHER_S: Final = 0.2  # experts often come and go by several at once
 
 
@@ -142,13 +144,18 @@ class HostTally:
 
     adopted: int = 0  # experts that came with a generation above 0, or from a checkpoint
     updates_per_s: float = 0.0  # in the last announcement period
-    _seen: tuple[float, int] | None = field(default=None, repr=False)
+    sample_s: float = 0.0  # the device's time for a sample, smoothed; 0: none was computed yet
+    _seen: tuple[float, ServingStats] | None = field(default=None, repr=False)
 
-    def look(self, now: float, updates: int) -> None:
-        """Measure the rate of updates."""
+    def look(self, now: float, stats: ServingStats) -> None:
+        """Measure rates; once in half a period."""
         if self._seen is not None and now > self._seen[0]:
-            self.updates_per_s = (updates - self._seen[1]) / (now - self._seen[0])
-        self._seen = now, updates
+            since, before = self._seen
+            self.updates_per_s = (stats.updates - before.updates) / (now - since)
+            if stats.samples > before.samples:
+                measured = (stats.busy_s - before.busy_s) / (stats.samples - before.samples)
+                self.sample_s += _SMOOTHING * (measured - self.sample_s) if self.sample_s else measured
+        self._seen = now, replace(stats)
 
 
 class ExpertHost:
@@ -211,6 +218,19 @@ class ExpertHost:
     def room(self) -> int:
         """Experts that still fit."""
         return 0 if self._leaving else max(0, self.capacity - len(self.experts.keys() | self._coming))
+
+    def share(self) -> HostShare:
+        """This host's part in the run, as others are to know it."""
+        taking = sum(len(keeper.taking()) for keeper in self.keepers)
+        return HostShare(len(self.experts), max(0, self.room() - taking), self.tally.sample_s)
+
+    async def hold(self, uid: Uid) -> None:
+        """Make no more updates of an expert until `release` or `drop`; returns when none is under way."""
+        await self.server.hold(uid)
+
+    def release(self, uid: Uid) -> None:
+        """Make updates of an expert again."""
+        self.server.release(uid)
 
     async def adopt(self, uid: Uid, generation: int, state: bytes | bytearray | None) -> None:
         """Host an expert from now on, from a checkpoint or anew; ValueError when the checkpoint does not fit.
@@ -299,7 +319,10 @@ class ExpertHost:
         for keeper in self.keepers:
             orphans = set(await keeper.orphans(free))
             free = [uid for uid in free if uid not in orphans]
-        return sum([await self._begin(uid) for uid in free[:share]])
+        # What was told may be a period old, in which others that came with us took theirs.
+        chosen = free[:share]
+        seen = self._winners(await self._board.read(last_prefixes(chosen)))
+        return sum([await self._begin(uid) for uid in chosen if uid not in seen])
 
     async def _begin(self, uid: Uid) -> bool:
         """Begin an expert anew; False when it, or its room, was taken meanwhile."""
@@ -352,7 +375,7 @@ class ExpertHost:
         """See how many updates are made."""
         while True:
             await trio.sleep(self._period_s / 2)
-            self.tally.look(self._ctx.clock.now(), self.server.stats.updates)
+            self.tally.look(self._ctx.clock.now(), self.server.stats)
 
     @staticmethod
     def _winners(told: Told) -> dict[Uid, ExpertClaim]:

@@ -1,4 +1,4 @@
-"""A host's keeper: its vault, its checkpoints and the adoption of orphans, as `ExpertHost` asks for them."""
+"""A host's keeper: its vault, its checkpoints, adoption of orphans and sharing with other hosts, for `ExpertHost`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from peerd.service.experts.vault_disk import VaultDisk
 from peerd.training.expert.adoption import Adoption
 from peerd.training.expert.checkpoints import ExpertCheckpoints
 from peerd.training.expert.host import ExpertHost
+from peerd.training.expert.sharing import ExpertSharing
 
 _PREFIXES_AT_ONCE: Final = 256  # of one look into the directory
 
@@ -32,6 +33,7 @@ class VaultKeeper:
         self.vault = Vault(ctx.run, ctx, VaultDisk(self._folder), ctx.worker("files"))
         self.checkpoints = ExpertCheckpoints(ctx, self.vault, host)
         self.adoption = Adoption(ctx, self.vault, host, self.checkpoints, state_bytes)
+        self.sharing = ExpertSharing(ctx, self.vault, host, self.checkpoints, state_bytes)
 
     async def recall(self) -> Mapping[Uid, int]:
         """Our own experts, but for those of which somebody holds a newer checkpoint: these are adopted in turn."""
@@ -68,6 +70,7 @@ class VaultKeeper:
             await nursery.start(self.vault.run)
             nursery.start_soon(self.checkpoints.run)
             nursery.start_soon(self.adoption.run)
+            nursery.start_soon(self.sharing.run)
 
     async def leave(self, host: ExpertHost) -> None:
         """Write what has no checkpoint yet."""
@@ -75,7 +78,8 @@ class VaultKeeper:
 
     def status(self) -> dict[str, object]:
         """Plain data for users."""
-        return {**self.checkpoints.status(), **self.adoption.status(), "held": len(self.vault.held)}
+        parts = (self.checkpoints.status(), self.adoption.status(), self.sharing.status())
+        return {key: value for part in parts for key, value in part.items()} | {"held": len(self.vault.held)}
 
     async def _kept(self, uids: Collection[Uid]) -> dict[Uid, int]:
         """The newest generation of which somebody holds a checkpoint, as far as the directory can be read."""

@@ -10,6 +10,7 @@ import pytest
 
 from peerd.core.experts.grid import Uid
 from peerd.core.keys import Keypair
+from peerd.core.limits import EXPERT_PLACES
 from peerd.core.messages.encoding import Message, decode, encode
 from peerd.core.messages.experts import (
     Announced,
@@ -24,6 +25,8 @@ from peerd.core.messages.experts import (
     Output,
     PieceWanted,
     Pointer,
+    TakenOver,
+    TakeOver,
     state_root,
 )
 from peerd.core.varint import encode_varint
@@ -93,6 +96,12 @@ MESSAGES: dict[str, list[Message]] = {
         KeptExperts([], []),
         HolderOffer(1 << 34, adopts=True, addrs=ADDRS, taking=[Name(0, [5, 12]), Name(1, [0, 0])]),
         HolderOffer(0, adopts=False, addrs=[], token=b"token", client=True),
+        HolderOffer(1, adopts=True, addrs=[], hosted=12, places=EXPERT_PLACES, sample_s=0.002),
+    ],
+    "sharing_v1.bin": [
+        TakeOver(pointer(2, 40), 12, 0.002),
+        TakeOver(pointer(0, 0), 0, 0.0),
+        TakenOver(3),
     ],
 }
 

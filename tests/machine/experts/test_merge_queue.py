@@ -150,3 +150,30 @@ def test_a_newcomer_is_served_before_any_other_caller_had_two_of_its_requests_se
     while (batch := q.take())[0].caller != "newcomer":
         before.append(batch[0].caller)
     assert all(before.count(caller) <= 2 for caller in before)
+
+
+def test_a_line_that_is_held_waits_and_comes_in_its_turn_when_it_is_released() -> None:
+    q = queue(max_batch=2)
+    q.put(0.0, ask("x", "a", 1))
+    q.hold("x")
+    q.put(1.0, ask("y", "b", 2))
+    q.put(2.0, ask("x", "c", 3))
+    q.check()
+    assert [numbers(q.take()), numbers(q.take())] == [[2], []]
+    assert len(q) == 2
+    q.check()
+    q.release("x")
+    q.put(3.0, ask("z", "d", 4))
+    q.check()
+    assert [numbers(q.take()) for _ in range(3)] == [[1, 3], [4], []]
+
+
+def test_a_line_that_is_cleared_is_held_no_more() -> None:
+    q = queue()
+    q.hold("x")
+    q.put(0.0, ask("x", "a", 1))
+    assert numbers(q.clear("x")) == [1]
+    q.put(0.0, ask("x", "a", 2))
+    assert numbers(q.take()) == [2]
+    q.release("x")
+    q.check()

@@ -13,7 +13,7 @@ import trio
 from peerd.core.errors import LocalError, Overloaded, Refused, TooFewExperts
 from peerd.core.experts.contract import ExpertAsk, ExpertReply, Served
 from peerd.core.experts.grid import Uid
-from peerd.core.messages.experts import Gradient
+from peerd.core.messages.experts import Backward, Gradient
 from peerd.service.rpc.rpc import Answer, Incoming
 from tests.kit.expertworld import ExpertPeer, ExpertWorld, asks_for, experts_run, frame, in_expert_world, values_of
 
@@ -248,18 +248,38 @@ def test_updates_that_an_expert_lost_with_its_host_are_counted() -> None:
     in_expert_world(main, experts_run())
 
 
-def test_an_expert_that_moves_is_found_again_after_one_failure() -> None:
+def test_an_expert_that_has_moved_is_asked_at_its_new_host_in_the_same_round() -> None:
     async def main(scene: ExpertWorld) -> None:
         first, second, caller = scene.peers
         await first.host(A)
         await caller.client.choose(0, scores(), 4)
+        asks = asks_for([A])
+        (before,) = await caller.client.forward(asks, 2)
         first.experts.remove(A)
         await second.host(A, generation=1)
+        (reply,) = await caller.client.forward(asks, 2)
+        assert given(reply).served.host == second.node.id.text
+        (back,) = await caller.client.backward([after(asks[0], before)])  # its forward was at the first
+        assert given(back).served.host == second.node.id.text
+        assert second.updates == {A: 1}
+        assert [body.request for body in first.seen if isinstance(body, Backward)] == [
+            body.request for body in second.seen if isinstance(body, Backward)
+        ]
+        assert await caller.client.choose(0, scores(), 4) == [[A]]
+
+    in_expert_world(main, experts_run())
+
+
+def test_an_expert_that_is_refused_and_has_not_moved_is_a_failure_that_is_looked_up_once() -> None:
+    async def main(scene: ExpertWorld) -> None:
+        first, _, caller = scene.peers
+        await first.host(A)
+        await caller.client.choose(0, scores(), 4)
+        first.experts.remove(A)  # and goes on announcing it
+        asked = len(first.seen)
         with pytest.raises(TooFewExperts):
             await caller.client.forward(asks_for([A]), 2)
-        assert await caller.client.choose(0, scores(), 4) == [[A]]
-        (reply,) = await caller.client.forward(asks_for([A]), 2)
-        assert given(reply).served.host == second.node.id.text
+        assert len(first.seen) == asked + 1
 
     in_expert_world(main, experts_run())
 

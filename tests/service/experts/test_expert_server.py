@@ -215,6 +215,21 @@ async def test_the_same_uid_is_refused_once_its_host_gave_it_up_also_what_waits_
             await s.forward(uid=Uid(0, (0, 0)))
 
 
+async def test_updates_that_are_held_wait_and_forwards_do_not(autojump_clock: object) -> None:
+    async with scene() as s:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(s.backward)
+            await trio.sleep(0.5)  # it is being computed
+            await s.server.hold(X)
+            assert s.experts[X].model.version == 1
+            nursery.start_soon(s.backward)
+            assert (await s.forward())[0].version == 1
+            await trio.sleep(60 - 5)
+            assert (s.experts[X].model.version, s.server.queued) == (1, 1)
+            s.server.release(X)
+        assert s.experts[X].model.version == 2
+
+
 async def test_staleness_beyond_what_the_caller_accepts_is_refused(autojump_clock: object) -> None:
     async with scene() as s:
         await s.backward()

@@ -1,0 +1,218 @@
+"""Sharing of experts: a host that has more than its part hands some to hosts that have less, such as a newcomer.
+
+Once in an announcement period this host looks who has places for experts, and what part each should have by its speed
+(`machine.experts.sharing`). An expert moves whole: no update is made while its state travels, forwards are answered on.
+The next host fetches and checks the state, hosts it in the next generation, announces it, and answers; this one gives
+it up only when that claim stands in the directory. Whatever fails before, it goes on here, and nothing is lost; if only
+the answer was lost, the higher claim wins as it does after a partition.
+
+A hostile host may ask others to take what it does not own (the claim in the directory, and its signature, decide), send
+no state or drip it (it has a deadline), or promise to take experts and not host them: they stay, and it is left alone
+for a while. Each is named in the log.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+import trio
+
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow
+from peerd.core.experts.grid import Uid
+from peerd.core.ids import PeerId
+from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
+from peerd.core.messages.experts import HolderOffer, Pointer, TakenOver, TakeOver
+from peerd.machine.experts.sharing import HostShare, best_taker, experts_to_give, given_first
+from peerd.role import RoleContext
+from peerd.service.experts.vault import Vault
+from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
+from peerd.training.expert.checkpoints import AdoptingHost, ExpertCheckpoints
+
+TAKE: Final = "sharing/1/take"
+_AT_ONCE: Final = 2  # states that are taken
+_SHAKE_S: Final = 10.0  # of a hand-over, beyond what its bytes take
+_LEAST_BYTES_PER_S: Final = 256 << 10  # on slower lines experts stay where they are: no update is made meanwhile
+_REST_PERIODS: Final = 8.0  # in which a host that did not take an expert is left alone
+_LOOKS: Final = 3  # for the claim of the next host
+_LOOK_S: Final = 0.5  # between them
+_LAST_GENERATION: Final = (1 << 53) - 1
+
+
+class SharingHost(AdoptingHost, Protocol):
+    """This peer's host of experts, as far as sharing knows it."""
+
+    def share(self) -> HostShare:
+        """Its part in the run."""
+        ...
+
+    async def hold(self, uid: Uid) -> None:
+        """Make no more updates of an expert; returns when none is under way."""
+        ...
+
+    def release(self, uid: Uid) -> None:
+        """Make them again."""
+        ...
+
+
+class ExpertSharing:
+    """See the module's header; `run` does the work. `state_bytes`: the most that a state of this run takes."""
+
+    def __init__(
+        self,
+        ctx: RoleContext,
+        vault: Vault,
+        host: SharingHost,
+        checkpoints: ExpertCheckpoints,
+        state_bytes: int = EXPERT_STATE_BYTES,
+    ) -> None:
+        assert ctx.run is not None
+        assert ctx.run.experts is not None
+        self.given = self.received = 0
+        self._rpc, self._log, self._me = ctx.rpc, ctx.log, ctx.host.id
+        self._vault, self._host, self._checkpoints, self._state_bytes = vault, host, checkpoints, state_bytes
+        self._announce_s = ctx.run.experts.announce_s
+        self._rests = BoundedDict[PeerId, float](LINKS)  # until when
+        vault.share = host.share
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Give what is too much, and take what others give, until cancelled."""
+        limits = MethodLimits(calls_per_peer=1, calls=_AT_ONCE)
+        self._rpc.serve(TAKE, TakeOver, self._take, limits=limits)
+        try:
+            task_status.started()
+            while True:
+                await trio.sleep(self._announce_s)
+                await self._give_some()
+        finally:
+            self._rpc.unserve("sharing/1")
+
+    def status(self) -> dict[str, object]:
+        """Plain data for users."""
+        return {"given": self.given, "received": self.received}
+
+    # --- giving -----------------------------------------------------------------------------------------------
+
+    async def _give_some(self) -> None:
+        """Give the host that should have most of our experts what it should have."""
+        try:
+            offers = await self._vault.directory.offers()
+        except RemoteError as error:
+            self._log.event("dht.read_failed", level="debug", reason=str(error))
+            return
+        now = trio.current_time()
+        others = {
+            peer: _share_of(offer)
+            for peer, offer in offers.items()
+            if offer.adopts and not offer.client and peer != self._me and self._rests.get(peer, now) <= now
+        }
+        taker, count = best_taker(self._host.share(), others) or (None, 0)
+        if taker is None:
+            return
+        for uid in given_first(self._host.experts, taker)[:count]:
+            if uid in self._host.experts and not await self._give(uid, taker):
+                self._rests[taker] = trio.current_time() + _REST_PERIODS * self._announce_s
+                return
+
+    async def _give(self, uid: Uid, taker: PeerId) -> bool:
+        """Hand one expert over; False when it stays here."""
+        self._vault.giving.add(uid)
+        try:
+            generation = await self._handed(uid, taker)
+        except RemoteError as error:
+            level = "debug" if isinstance(error, Refused | Overloaded) else "info"  # it has changed meanwhile
+            self._log.event("expert.kept_here", level=level, expert=str(uid), peer=taker, reason=str(error))
+            return False
+        finally:
+            self._vault.giving.discard(uid)
+            self._host.release(uid)
+        self.given += 1
+        self._log.event("expert.given", expert=str(uid), to=taker, generation=generation)
+        return True
+
+    async def _handed(self, uid: Uid, taker: PeerId) -> int:
+        """The generation in which `taker` hosts an expert of ours from now on; RemoteError when it does not."""
+        await self._host.hold(uid)
+        hosted, mine = self._host.experts.get(uid), self._host.share()
+        if hosted is None:
+            raise Refused(f"expert {uid} went meanwhile")
+        pointer, digests, data = await self._checkpoints.snapshot(uid, hosted)
+        body = TakeOver(pointer, mine.hosted, mine.sample_s)
+        with self._vault.lent(pointer, digests, data):
+            timeout_s = _deadline_s(pointer)
+            answer = await self._rpc.call(taker, TAKE, body, TakenOver, timeout_s=timeout_s, reply_frame_bytes=0)
+        generation = answer.body.generation
+        if generation <= hosted.generation or not await self._is_claimed(uid, taker, generation):
+            raise ProtocolViolation(f"took expert {uid}, and does not announce it", taker)
+        if self._host.experts.get(uid) is hosted:
+            await self._host.drop(uid, f"peer {taker.short} owns it in generation {generation}")
+        return generation
+
+    async def _is_claimed(self, uid: Uid, peer: PeerId, generation: int) -> bool:
+        """True when the directory says that `peer` owns an expert in this generation."""
+        for look in range(_LOOKS):
+            if look:
+                await trio.sleep(_LOOK_S)
+            claim = (await self._vault.directory.look([uid.prefix])).claims.get(uid)
+            if claim is not None and (claim.peer, claim.generation) == (peer, generation):
+                return True
+        return False
+
+    # --- taking -----------------------------------------------------------------------------------------------
+
+    async def _take(self, call: Incoming[TakeOver]) -> Answer[TakenOver]:
+        pointer, peer = call.body.pointer, call.peer
+        uid = pointer.expert.uid
+        why = self._vault.fault(pointer, peer) or self._objection(call.body, peer)
+        if why is not None:
+            raise Refused(why)
+        if len(self._vault.taking) >= EXPERT_TAKING:
+            raise Overloaded("others hand over experts", self._announce_s)
+        self._vault.taking.append(uid)
+        try:
+            data = await self._state(uid, pointer, peer)
+            return Answer(TakenOver(await self._hosted(uid, pointer, data)))
+        except (RemoteError, ValueError) as error:
+            self._log.event("expert.not_taken", level="warning", expert=str(uid), peer=peer, reason=str(error))
+            raise Refused(f"expert {uid} could not be taken: {error.args[0] if error.args else error}") from error
+        finally:
+            self._vault.taking.remove(uid)
+
+    def _objection(self, body: TakeOver, peer: PeerId) -> str | None:
+        """Why we do not take an expert of another host."""
+        pointer, mine = body.pointer, self._host.share()
+        if pointer.expert.uid in self._host.experts or pointer.expert.uid in self._vault.taking:
+            return "the expert is here already"
+        if pointer.size_bytes > self._state_bytes:
+            return f"its state has {pointer.size_bytes} bytes; a state takes {self._state_bytes} at most"
+        if not mine.places:
+            return "there is no room for another expert"
+        if not experts_to_give(HostShare(body.hosted, 0, body.sample_s), mine):
+            return f"{mine.hosted} experts here are this host's part already"
+        return None
+
+    async def _state(self, uid: Uid, pointer: Pointer, peer: PeerId) -> bytes | bytearray:
+        """The state of an expert that the caller owns, as the directory says."""
+        with trio.move_on_after(_deadline_s(pointer)):
+            claim = (await self._vault.directory.look([uid.prefix])).claims.get(uid)
+            if claim is None or (claim.peer, claim.generation) != (peer, pointer.generation):
+                raise Refused(f"the directory does not say that you own expert {uid} in this generation")
+            return await self._vault.fetch(pointer, [peer])
+        raise TooSlow(f"the state of expert {uid} did not come in time")
+
+    async def _hosted(self, uid: Uid, pointer: Pointer, data: bytes | bytearray) -> int:
+        """Host and announce an expert that came; its generation here."""
+        generation = min(pointer.generation + 1, _LAST_GENERATION)
+        await self._host.adopt(uid, generation, data)
+        self._checkpoints.began(uid, generation, pointer.version)
+        await self._host.tell(uid)
+        self.received += 1
+        return generation
+
+
+def _share_of(offer: HolderOffer) -> HostShare:
+    return HostShare(offer.hosted, offer.places, offer.sample_s)
+
+
+def _deadline_s(pointer: Pointer) -> float:
+    return _SHAKE_S + pointer.size_bytes / _LEAST_BYTES_PER_S

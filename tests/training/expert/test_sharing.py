@@ -1,0 +1,186 @@
+"""A host with more than its part hands experts to one with less: whole, without a lost update, and to nobody else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from peerd.core.errors import Refused
+from peerd.core.experts.grid import Uid
+from peerd.core.messages.experts import TakenOver, TakeOver
+from peerd.machine.experts.sharing import HostShare
+from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
+from peerd.training.expert.sharing import TAKE
+from tests.kit.expertpeers import ANNOUNCE_S, ExpertSwarm, MadeUpHost, expert_run, expert_swarm, pointer_to, state
+
+pytestmark = pytest.mark.slow  # many periods of several peers
+
+RUN = expert_run(checkpoint_updates=10, checkpoint_s=5)
+UIDS = [Uid(0, (i, j)) for i in range(2) for j in range(4)]
+A = UIDS[0]
+
+
+async def full_host(swarm: ExpertSwarm, name: str = "full") -> MadeUpHost:
+    """A host of eight experts that made updates, and has no room."""
+    host = await swarm.host(name, *UIDS, shares=True)
+    host.sample_s = 0.01
+    for number, uid in enumerate(UIDS):
+        host.experts[uid].model.version = 40 + number
+    return host
+
+
+async def test_a_newcomer_gets_its_part_by_its_speed_and_no_update_is_lost(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with expert_swarm(tmp_path, RUN) as swarm:
+        full = await full_host(swarm)
+        newcomer = await swarm.host("newcomer", shares=True)
+        await trio.sleep(3 * ANNOUNCE_S)
+        assert len(newcomer.experts) == 1  # nobody knows how fast it is
+        newcomer.sample_s = 0.01
+        await trio.sleep(6 * ANNOUNCE_S)
+        assert (len(full.experts), len(newcomer.experts)) == (4, 4)
+        assert sorted([*full.experts, *newcomer.experts]) == UIDS
+        for uid, hosted in newcomer.experts.items():
+            assert (hosted.generation, hosted.model.version, hosted.model.seed) == (1, 40 + UIDS.index(uid), "full")
+            assert full.dropped[uid] == f"peer {newcomer.peer.id.short} owns it in generation 1"
+        assert (full.sharing.status(), newcomer.sharing.status()) == (
+            {"given": 4, "received": 0},
+            {"given": 0, "received": 4},
+        )
+        assert full.held == set()
+        assert [event["to"] for event in full.events("expert.given")] == [newcomer.peer.id.text] * 4
+        assert [host.adoption.yielded + host.adoption.adopted for host in (full, newcomer)] == [0, 0]
+        await trio.sleep(10 * ANNOUNCE_S)
+        assert (len(full.experts), len(newcomer.experts)) == (4, 4)
+        newest = newcomer.peer.vault.own(next(iter(newcomer.experts)))
+        assert newest is not None  # it is safe there, too
+        assert newest.generation == 1
+
+
+async def test_an_expert_answers_no_update_while_it_moves_and_does_again_when_it_stays(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with expert_swarm(tmp_path, RUN) as swarm:
+        full = await full_host(swarm)
+        held = list[set[Uid]]()
+
+        async def refuse(call: Incoming[TakeOver]) -> Answer[TakenOver]:
+            held.append(set(full.held))
+            raise Refused("I have changed my mind")
+
+        await offering(swarm, refuse)
+        await trio.sleep(4 * ANNOUNCE_S)
+        assert [len(uids) for uids in held] == [1]  # asked once, and then left alone for a while
+        assert sorted(full.experts) == UIDS
+        assert full.held == full.peer.vault.giving == set()
+        assert full.events("expert.kept_here") == []  # for the debug log
+        await trio.sleep(8 * ANNOUNCE_S)
+        assert len(held) == 2
+
+
+async def test_an_expert_stays_with_a_host_whose_taker_does_not_announce_it(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with expert_swarm(tmp_path, RUN) as swarm:
+        full = await full_host(swarm)
+
+        async def promise(call: Incoming[TakeOver]) -> Answer[TakenOver]:
+            await trio.lowlevel.checkpoint()
+            return Answer(TakenOver(call.body.pointer.generation + 1))
+
+        await offering(swarm, promise)
+        await trio.sleep(5 * ANNOUNCE_S)
+        assert sorted(full.experts) == UIDS
+        assert "does not announce it" in full.events("expert.kept_here")[0]["reason"]
+
+
+async def test_a_taker_that_never_answers_holds_an_expert_up_no_longer_than_its_deadline(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with expert_swarm(tmp_path, RUN) as swarm:
+        full = await full_host(swarm)
+        since = list[float]()
+
+        async def wait(call: Incoming[TakeOver]) -> Answer[TakenOver]:
+            since.append(trio.current_time())
+            await trio.sleep_forever()
+            raise AssertionError
+
+        await offering(swarm, wait)
+        await trio.sleep(1.5 * ANNOUNCE_S)
+        assert full.held == {uid for uid in UIDS if uid in full.peer.vault.giving} != set()
+        await trio.sleep_until(since[0] + 20)
+        assert full.held == full.peer.vault.giving == set()
+        assert len(full.events("expert.kept_here")) == 1
+
+
+async def offering(swarm: ExpertSwarm, take: Any) -> Any:
+    """A peer that says it has room for experts, and answers as `take` does."""
+    (other,) = await swarm.start("other")
+    other.stack.rpc.serve(TAKE, TakeOver, take, limits=MethodLimits())
+    other.vault.adopts, other.vault.share = lambda: True, lambda: HostShare(0, 8, 0.01)
+    assert await other.vault.announce()
+    return other
+
+
+async def asked_to_take(swarm: ExpertSwarm, caller: Any, host: MadeUpHost, body: TakeOver) -> str:
+    """Why a host refuses to take an expert."""
+    with pytest.raises(Refused) as refused:
+        await caller.stack.rpc.call(host.peer.id, TAKE, body, TakenOver, timeout_s=60.0)
+    return str(refused.value)
+
+
+async def test_a_host_takes_only_what_its_owner_hands_over(autojump_clock: MockClock, tmp_path: Path) -> None:
+    async with expert_swarm(tmp_path, RUN) as swarm:
+        full = await full_host(swarm, "full")
+        host = await swarm.host("host", Uid(0, (3, 3)), places=2, shares=True)
+        host.sample_s = 0.01
+        (thief,) = await swarm.start("thief")
+        await trio.sleep(0.5)
+        forged = pointer_to(state(1), "full", RUN, A)
+        said = [await asked_to_take(swarm, thief, host, TakeOver(forged, 900, 0.01))]
+        mine = pointer_to(state(1), "thief", RUN, A, generation=3)
+        said.append(await asked_to_take(swarm, thief, host, TakeOver(mine, 900, 0.01)))
+        there = pointer_to(state(1), "thief", RUN, Uid(0, (3, 3)))
+        said.append(await asked_to_take(swarm, thief, host, TakeOver(there, 900, 0.01)))
+        said.append(await asked_to_take(swarm, thief, host, TakeOver(mine, 2, 0.01)))
+        huge = pointer_to(state(1), "thief", RUN, A, size_bytes=1 << 32)
+        said.append(await asked_to_take(swarm, thief, host, TakeOver(huge, 900, 0.01)))
+        for why, told in zip(
+            [
+                "another peer's checkpoint",
+                "does not say that you own",
+                "is here already",
+                "are this host's part already",
+                "a state takes",
+            ],
+            said,
+            strict=True,
+        ):
+            assert why in told, told
+        assert list(host.experts) == [Uid(0, (3, 3))]
+        assert sorted(full.experts) == UIDS
+
+
+@pytest.mark.parametrize("seed", ["NaN", "another"])
+async def test_a_state_that_does_not_load_is_named_and_its_owner_goes_on(
+    seed: str, autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with expert_swarm(tmp_path, RUN) as swarm:
+        full = await full_host(swarm)
+        for hosted in full.experts.values():
+            hosted.model.seed = seed
+            if seed == "another":
+                hosted.model.uid = Uid(0, (3, 3))
+        newcomer = await swarm.host("newcomer", shares=True)
+        await trio.sleep(3 * ANNOUNCE_S)
+        assert newcomer.experts == {}
+        assert sorted(full.experts) == UIDS
+        (event,) = newcomer.events("expert.not_taken")
+        assert event["peer"] == full.peer.id.text
+        assert ("NaN" if seed == "NaN" else "another expert's") in event["reason"]
