@@ -92,6 +92,11 @@ class PrefixCache:
         entry.used = now
         return entry.claims
 
+    def last(self, now: float, prefix: Uid, most_s: float) -> Claims:
+        """What lived below a prefix when it was last read, in the last `most_s`: for whoever cannot read it now."""
+        entry = self._entries.get(prefix)
+        return entry.claims if entry is not None and now - entry.read < most_s else _NOTHING
+
     def put(self, now: float, prefix: Uid, claims: Claims) -> None:
         """What a look-up at `now` found below a prefix."""
         self.forget(prefix)

@@ -99,7 +99,7 @@ class ExpertDirectory:
                 await self._reading[missing[0]].wait()
 
     async def read(self, prefixes: Iterable[Uid]) -> dict[Uid, Claims]:
-        """As `below`, from the DHT now."""
+        """As `below`, from the DHT now; of prefixes that it has no answer for in time, what was known last."""
         wanted = list(dict.fromkeys(prefixes))
         read, began = trio.Event(), trio.current_time()
         self._reading |= dict.fromkeys(wanted, read)
@@ -109,18 +109,24 @@ class ExpertDirectory:
                 records = await self._dht.get_many(keys, timeout_s=LOOKUP_S)
             except RemoteError as error:
                 log.info("announcements of experts could not be read: %s", error)
-                return {prefix: {} for prefix in wanted}
+                return {prefix: self._known_last(prefix) for prefix in wanted}
             found = {prefix: await self._claims(prefix, records.get(key, [])) for key, prefix in keys.items()}
             now, whole = self._clock.now(), trio.current_time() < began + LOOKUP_S
             for prefix, claims in found.items():
-                if claims or whole:  # a look-up that ran out of time has not shown that nothing lives there
+                if claims or whole:
                     self._cache.put(now, prefix, claims)
+                else:  # a look-up that ran out of time has not shown that nothing lives there
+                    found[prefix] = self._known_last(prefix)
             return found
         finally:
             for prefix in wanted:
                 if self._reading.get(prefix) is read:
                     del self._reading[prefix]
             read.set()
+
+    def _known_last(self, prefix: Uid) -> Claims:
+        """What was claimed below a prefix, as long as its hosts' announcements stand."""
+        return self._cache.last(self._clock.now(), prefix, _LIVES_PERIODS * self._period_s + _LIVES_MORE_S)
 
     def live(self, found: Mapping[Uid, Claims]) -> dict[Uid, bytes]:
         """Bitmaps of what lives below prefixes and may be asked now, by their claims; empty where nothing does."""

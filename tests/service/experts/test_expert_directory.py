@@ -285,9 +285,13 @@ def test_a_look_up_that_runs_out_of_time_does_not_bury_those_who_live() -> None:
                 return {key: [] for key in keys}
 
         dht, reader.directory._dht = reader.directory._dht, cast(Any, Slow())
-        assert alive(reader.directory, await reader.directory.read([P])) == {"0.1": []}
-        assert alive(reader.directory, await reader.directory.below([P])) == {"0.1": [2]}, "as it was read before"
+        assert alive(reader.directory, await reader.directory.read([P])) == {"0.1": [2]}, "as it was read before"
+        await trio.sleep(10.0)
+        assert alive(reader.directory, await reader.directory.below([P])) == {"0.1": [2]}, "though it is old by now"
+        await trio.sleep(20.0)
+        assert alive(reader.directory, await reader.directory.below([P])) == {"0.1": []}, "no announcement lives longer"
         reader.directory._dht = dht
+        await host.host(E)
         assert alive(reader.directory, await reader.directory.read([P])) == {"0.1": [2]}
 
     in_expert_world(main, experts_run())
