@@ -46,7 +46,8 @@ class AdjustableClock(Protocol):
 
 def uncorrected(clock: Clock) -> float:
     """Unix seconds as this machine's own clock shows them, without the correction by peers."""
-    return clock.wall() - (clock.offset_s if isinstance(clock, AdjustableClock) else 0.0)
+    offset_s: float = getattr(clock, "offset_s", 0.0)  # of an AdjustableClock; isinstance takes ten times as long
+    return clock.wall() - offset_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import ipaddress
 from collections import deque
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 from typing import Final
 
 from multiaddr import Multiaddr
@@ -58,7 +58,14 @@ def common(ever: Iterable[str]) -> frozenset[str]:
     return found if found == {LOOPBACK} else found - {LOOPBACK}
 
 
-@lru_cache(maxsize=16_384)  # answers of the DHT name the same addresses over and over
+@lru_cache(maxsize=64)
+def rule_of(around: Surroundings, blocks: frozenset[str]) -> Callable[[bytes], bool]:
+    """Whether an address heard from a peer in these private blocks may be dialed; remembered for each address, since
+    answers of the DHT name the same ones over and over, and for each rule by itself: `around` is long to compare.
+    """
+    return lru_cache(maxsize=2048)(partial(may_dial, around=around, blocks=blocks))
+
+
 def may_dial(raw: bytes, around: Surroundings, blocks: frozenset[str]) -> bool:
     """True when an address heard from a peer in these private blocks may be dialed."""
     try:

@@ -25,7 +25,7 @@ from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.version import VERSION
 from peerd.machine.budget.book import Book, user_at
-from peerd.machine.connectivity.hearsay import NOBODY, Restraint, blocks_of, common, may_dial
+from peerd.machine.connectivity.hearsay import NOBODY, Restraint, blocks_of, common, rule_of
 from peerd.machine.connectivity.path_selection import Way
 from peerd.machine.mux.stream import WindowBudget
 from peerd.machine.rate.access_line import AccessLine
@@ -195,7 +195,7 @@ class Host:
             return lambda raw: True  # nobody was ever here to tell us anything: the user did
         blocks = blocks_of(link.remote for link in links) if links else common(self.links.blocks)
         around = self.whereabouts.surroundings()
-        return lambda raw: may_dial(raw, around, blocks)
+        return rule_of(around, blocks)
 
     def trust(self, peer: PeerId, addrs: Iterable[Multiaddr]) -> None:
         """Add to the address book what our own configuration says: it is dialed wherever it leads."""
