@@ -78,7 +78,7 @@ VAULT = [
 ]
 SHARING = [
     Good("sharing/1/take", TakeOver(_pointer(), 900, 0.001)),
-    Good("sharing/1/take", TakeOver(_pointer(A, 1 << 52, 1 << 52, STATES[1]), 2, 0.0)),
+    Good("sharing/1/take", TakeOver(_pointer(A, 1 << 52, 1 << 52, STATES[1]), 2, 0.0, leaves=True)),
     Good("sharing/1/take", TakeOver(_pointer(B, 6, 9, STATES[2]), 1 << 30, 1e6)),
 ]
 _ROOM = HolderOffer(

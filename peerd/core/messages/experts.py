@@ -203,6 +203,7 @@ class TakeOver(Message, frozen=True):
     pointer: Pointer  # of the caller's own, after its last update
     hosted: Places  # the caller's figures, as in its offer
     sample_s: Seconds
+    leaves: bool = False  # it hosts none from now on: whoever has room may take it
 
 
 class TakenOver(Message, frozen=True):

@@ -58,6 +58,21 @@ def best_taker(own: HostShare, others: Mapping[PeerId, HostShare]) -> tuple[Peer
     return (peer, count) if peer is not None and count else None
 
 
+def parts_of_all(uids: Iterable[Uid], others: Mapping[PeerId, HostShare]) -> dict[PeerId, list[Uid]]:
+    """What each of the others gets of a host that leaves: one after the other to whoever has least work by then."""
+    work = {peer: (share.hosted, share.sample_s or 0.0) for peer, share in others.items() if share.places}
+    known = [pace for _, pace in work.values() if pace]
+    usual = sum(known) / len(known) if known else 1.0
+    parts = dict[PeerId, list[Uid]]()
+    for uid in sorted(uids):
+        open_to = [peer for peer in work if len(parts.get(peer, ())) < others[peer].places]
+        if not open_to:
+            break
+        taker = min(open_to, key=lambda p: ((work[p][0] + len(parts.get(p, ()))) * (work[p][1] or usual), p))
+        parts.setdefault(taker, []).append(uid)
+    return parts
+
+
 def given_first(uids: Iterable[Uid], taker: PeerId) -> list[Uid]:
     """Experts in the order in which they go to a host: by lot, so that no layer goes whole."""
     return sorted(uids, key=lambda uid: draw(uid, taker))

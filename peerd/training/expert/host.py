@@ -125,8 +125,12 @@ class Keeper(Protocol):
         """Keep, adopt, and give up what others have a higher claim to, until cancelled."""
         ...
 
+    async def hand_over(self, host: ExpertHost) -> None:
+        """Give what others take: the host is about to go, and still announces all that it has."""
+        ...
+
     async def leave(self, host: ExpertHost) -> None:
-        """Hand in what is not saved yet: the host is about to go."""
+        """Hand in what is not saved yet, and is announced no more."""
         ...
 
 
@@ -209,8 +213,12 @@ class ExpertHost:
             await self._measure()
 
     async def leave(self) -> None:
-        """Withdraw what is announced, and hand in what is not saved; calls under way are still answered."""
+        """Hand over what others take, withdraw the rest, and hand in what of it is not saved; calls under way are
+        still answered.
+        """
         self._leaving = True
+        for keeper in self.keepers:
+            await keeper.hand_over(self)
         await self._board.withdraw()
         for keeper in self.keepers:
             await keeper.leave(self)

@@ -72,6 +72,10 @@ class VaultKeeper:
             nursery.start_soon(self.adoption.run)
             nursery.start_soon(self.sharing.run)
 
+    async def hand_over(self, host: ExpertHost) -> None:
+        """Hand experts to hosts that have places."""
+        await self.sharing.leave()
+
     async def leave(self, host: ExpertHost) -> None:
         """Write what has no checkpoint yet."""
         await self.checkpoints.leave()

@@ -4,7 +4,8 @@ Once in an announcement period this host looks who has places for experts, and w
 (`machine.experts.sharing`). An expert moves whole: no update is made while its state travels, forwards are answered on.
 The next host fetches and checks the state, hosts it in the next generation, announces it, and answers; this one gives
 it up only when that claim stands in the directory. Whatever fails before, it goes on here, and nothing is lost; if only
-the answer was lost, the higher claim wins as it does after a partition.
+the answer was lost, the higher claim wins as it does after a partition. A host that leaves hands over all that others
+have places for, as far as the time allows; the rest is adopted from its checkpoints.
 
 A hostile host may ask others to take what it does not own (the claim in the directory, and its signature, decide), send
 no state or drip it (it has a deadline), or promise to take experts and not host them: they stay, and it is left alone
@@ -13,6 +14,7 @@ for a while. Each is named in the log.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import trio
@@ -22,8 +24,8 @@ from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteErro
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
-from peerd.core.messages.experts import HolderOffer, Pointer, TakenOver, TakeOver
-from peerd.machine.experts.sharing import HostShare, best_taker, experts_to_give, given_first
+from peerd.core.messages.experts import Pointer, TakenOver, TakeOver
+from peerd.machine.experts.sharing import HostShare, best_taker, experts_to_give, given_first, parts_of_all
 from peerd.role import RoleContext
 from peerd.service.experts.vault import Vault
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
@@ -33,6 +35,7 @@ TAKE: Final = "sharing/1/take"
 _AT_ONCE: Final = 2  # states that are taken
 _SHAKE_S: Final = 10.0  # of a hand-over, beyond what its bytes take
 _LEAST_BYTES_PER_S: Final = 256 << 10  # on slower lines experts stay where they are: no update is made meanwhile
+_LEAVING_S: Final = 3.5  # that a host which leaves hands experts over; then it saves the others
 _REST_PERIODS: Final = 8.0  # in which a host that did not take an expert is left alone
 _LOOKS: Final = 3  # for the claim of the next host
 _LOOK_S: Final = 0.5  # between them
@@ -69,6 +72,7 @@ class ExpertSharing:
         assert ctx.run is not None
         assert ctx.run.experts is not None
         self.given = self.received = 0
+        self._leaves = False
         self._rpc, self._log, self._me = ctx.rpc, ctx.log, ctx.host.id
         self._vault, self._host, self._checkpoints, self._state_bytes = vault, host, checkpoints, state_bytes
         self._announce_s = ctx.run.experts.announce_s
@@ -93,24 +97,40 @@ class ExpertSharing:
 
     # --- giving -----------------------------------------------------------------------------------------------
 
-    async def _give_some(self) -> None:
-        """Give the host that should have most of our experts what it should have."""
+    async def leave(self) -> None:
+        """Hand over all that others have places for, in a few seconds."""
+        self._leaves = True
+        with trio.move_on_after(_LEAVING_S):
+            parts = parts_of_all(self._host.experts, await self._others())
+            async with trio.open_nursery() as nursery:
+                for taker, uids in parts.items():
+                    nursery.start_soon(self._give_all, uids, taker)
+
+    async def _others(self) -> dict[PeerId, HostShare]:
+        """The hosts that offer places, as they say in the directory."""
         try:
             offers = await self._vault.directory.offers()
         except RemoteError as error:
             self._log.event("dht.read_failed", level="debug", reason=str(error))
-            return
+            return {}
         now = trio.current_time()
-        others = {
-            peer: _share_of(offer)
+        return {
+            peer: HostShare(offer.hosted, offer.places, offer.sample_s)
             for peer, offer in offers.items()
             if offer.adopts and not offer.client and peer != self._me and self._rests.get(peer, now) <= now
         }
-        taker, count = best_taker(self._host.share(), others) or (None, 0)
-        if taker is None:
-            return
-        for uid in given_first(self._host.experts, taker)[:count]:
-            if uid in self._host.experts and not await self._give(uid, taker):
+
+    async def _give_some(self) -> None:
+        """Give the host that should have most of our experts what it should have."""
+        found = best_taker(self._host.share(), await self._others())
+        if found is not None:
+            taker, count = found
+            await self._give_all(given_first(self._host.experts, taker)[:count], taker)
+
+    async def _give_all(self, uids: Sequence[Uid], taker: PeerId) -> None:
+        """Hand experts over, one after the other, until one is not taken."""
+        for uid in uids:
+            if uid in self._host.experts and uid not in self._vault.giving and not await self._give(uid, taker):
                 self._rests[taker] = trio.current_time() + _REST_PERIODS * self._announce_s
                 return
 
@@ -137,7 +157,7 @@ class ExpertSharing:
         if hosted is None:
             raise Refused(f"expert {uid} went meanwhile")
         pointer, digests, data = await self._checkpoints.snapshot(uid, hosted)
-        body = TakeOver(pointer, mine.hosted, mine.sample_s)
+        body = TakeOver(pointer, mine.hosted, mine.sample_s, self._leaves)
         with self._vault.lent(pointer, digests, data):
             timeout_s = _deadline_s(pointer)
             answer = await self._rpc.call(taker, TAKE, body, TakenOver, timeout_s=timeout_s, reply_frame_bytes=0)
@@ -187,7 +207,7 @@ class ExpertSharing:
             return f"its state has {pointer.size_bytes} bytes; a state takes {self._state_bytes} at most"
         if not mine.places:
             return "there is no room for another expert"
-        if not experts_to_give(HostShare(body.hosted, 0, body.sample_s), mine):
+        if not body.leaves and not experts_to_give(HostShare(body.hosted, 0, body.sample_s), mine):
             return f"{mine.hosted} experts here are this host's part already"
         return None
 
@@ -208,10 +228,6 @@ class ExpertSharing:
         await self._host.tell(uid)
         self.received += 1
         return generation
-
-
-def _share_of(offer: HolderOffer) -> HostShare:
-    return HostShare(offer.hosted, offer.places, offer.sample_s)
 
 
 def _deadline_s(pointer: Pointer) -> float:

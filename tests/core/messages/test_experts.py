@@ -100,7 +100,7 @@ MESSAGES: dict[str, list[Message]] = {
     ],
     "sharing_v1.bin": [
         TakeOver(pointer(2, 40), 12, 0.002),
-        TakeOver(pointer(0, 0), 0, 0.0),
+        TakeOver(pointer(0, 0), 0, 0.0, leaves=True),
         TakenOver(3),
     ],
 }

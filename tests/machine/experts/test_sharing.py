@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from peerd.core.experts.grid import Uid
 from peerd.core.limits import EXPERT_TAKING
-from peerd.machine.experts.sharing import HostShare, best_taker, experts_to_give, given_first
+from peerd.machine.experts.sharing import HostShare, best_taker, experts_to_give, given_first, parts_of_all
 from tests.kit.hosts import keypair
 
 shares = st.builds(HostShare, st.integers(0, 200), st.integers(0, 200), st.one_of(st.just(0.0), st.floats(1e-6, 10.0)))
@@ -66,6 +66,18 @@ def test_hosts_that_share_come_to_rest(all_hosts: list[HostShare]) -> None:
             break
     assert moved == 0
     assert sum(host.hosted for host in hosts.values()) == total
+
+
+def test_what_a_host_leaves_goes_to_all_that_have_places_by_their_speed() -> None:
+    fast, slow, full = (keypair(name).peer_id for name in ("fast", "slow", "full"))
+    uids = [Uid(0, (i, j)) for i in range(4) for j in range(3)]
+    others = {fast: HostShare(4, 20, 0.01), slow: HostShare(4, 20, 0.03), full: HostShare(4, 0, 0.001)}
+    parts = parts_of_all(uids, others)
+    assert {peer: len(part) for peer, part in parts.items()} == {fast: 11, slow: 1}
+    assert sorted(parts[fast] + parts[slow]) == uids
+    few = parts_of_all(uids, {fast: HostShare(0, 3, 0.01), slow: HostShare(0, 2)})
+    assert {peer: len(part) for peer, part in few.items()} == {fast: 3, slow: 2}
+    assert parts_of_all(uids, {}) == {}
 
 
 def test_the_host_that_lacks_most_is_chosen_and_the_experts_by_lot() -> None:

@@ -195,6 +195,9 @@ class FakeKeeper:
             for uid in outbid(mine, host._me, seen):
                 await host.drop(uid, "another has a higher claim")
 
+    async def hand_over(self, host: ExpertHost) -> None:
+        self.handed_over = sorted(host.experts)
+
     async def leave(self, host: ExpertHost) -> None:
         self.left.append(set(host.experts))
 

@@ -167,6 +167,40 @@ async def test_a_host_takes_only_what_its_owner_hands_over(autojump_clock: MockC
         assert sorted(full.experts) == UIDS
 
 
+async def test_a_host_that_leaves_hands_all_its_experts_over_and_no_update_is_lost(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with expert_swarm(tmp_path, RUN) as swarm:
+        others = [await swarm.host(name, places=5, shares=True) for name in ("one", "two")]
+        leaving = await full_host(swarm, "leaving")
+        await trio.sleep(0.5)
+        began = trio.current_time()
+        await leaving.sharing.leave()
+        assert trio.current_time() - began < 3.5
+        assert leaving.experts == {}
+        found = {uid: hosted for other in others for uid, hosted in other.experts.items()}
+        assert sorted(found) == UIDS
+        assert [found[uid].model.version for uid in UIDS] == list(range(40, 48))
+        assert {len(other.experts) for other in others} == {4}
+
+
+async def test_a_host_that_leaves_does_not_wait_for_long(autojump_clock: MockClock, tmp_path: Path) -> None:
+    async with expert_swarm(tmp_path, RUN) as swarm:
+
+        async def wait(call: Incoming[TakeOver]) -> Answer[TakenOver]:
+            await trio.sleep_forever()
+            raise AssertionError
+
+        await offering(swarm, wait)
+        leaving = await full_host(swarm, "leaving")
+        await trio.sleep(0.5)
+        began = trio.current_time()
+        await leaving.sharing.leave()
+        assert trio.current_time() - began == pytest.approx(3.5)
+        assert sorted(leaving.experts) == UIDS
+        assert leaving.held == leaving.peer.vault.giving == set()
+
+
 @pytest.mark.parametrize("seed", ["NaN", "another"])
 async def test_a_state_that_does_not_load_is_named_and_its_owner_goes_on(
     seed: str, autojump_clock: MockClock, tmp_path: Path
