@@ -12,7 +12,7 @@ With each report only trainers are looked at whose wishes may have no place yet:
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -28,6 +28,7 @@ from peerd.machine.batch.trainer_limit import Leash
 _TURN_KEEP = 0.7  # of how long a microbatch took from admission to its end, at each new one
 _NEWCOMER_LEASE_S = 2.0  # how long a whole batch waits for a trainer that never helped to make a step, at first
 _PATIENCE_MOST = 6  # doublings of patience while nobody finishes anything
+_HALVINGS_MOST = 4  # of the lease of a trainer that stood in the way
 
 
 @dataclass(slots=True)
@@ -111,15 +112,26 @@ class Admission:
         """The judge of overdue microbatches as of now. `lease_s`: where the others show what is usual, and else;
         `alone`: the batch has no room for anything else.
         """
-        usual = Usual({name: (t.turn_s, t.pace.at) for name, t in self._trainers.items() if t.turn_s} if alone else {})
-        return Lateness(now, lease_s, 2.0 ** min(self._patience, _PATIENCE_MOST), usual, self._lease, self._done_at)
+
+        def usual() -> Usual:
+            trainers = self._trainers.items() if alone else ()
+            return Usual({name: (t.turn_s, t.pace.at) for name, t in trainers if t.turn_s})
+
+        patience = 2.0 ** min(self._patience, _PATIENCE_MOST)
+        return Lateness(now, lease_s, self._least_lease(*lease_s), patience, usual, self._lease, self._done_at)
+
+    def _least_lease(self, lease: float, first: float) -> float:
+        """No trainer that is here has a shorter lease."""
+        if 0 < len(self._seasoned) < len(self._trainers):  # there are newcomers
+            lease = min(lease, _NEWCOMER_LEASE_S)
+        return min(first, lease / 2.0**_HALVINGS_MOST if self._leashes else lease)
 
     def _lease(self, now: float, trainer: str, lease: float) -> float:
         """The lease of one trainer, of `lease` for those that nothing is said against."""
         if self.is_newcomer(trainer):
             lease = min(lease, _NEWCOMER_LEASE_S * 1.5 ** self.probation.times(now, trainer))
         leash = self._leashes.get(trainer)
-        return lease / 2.0 ** min(leash.strikes if leash is not None else 0, 4)
+        return lease / 2.0 ** min(leash.strikes if leash is not None else 0, _HALVINGS_MOST)
 
     def _done_at(self, trainer: str) -> float:
         """The time at which the trainer finished something last."""
@@ -185,6 +197,9 @@ class Admission:
         if ledger.full or not self._wishing:
             return
         ledgers = [ledger] if beside is None else [ledger, beside]
+        self._wishing = {name: None for name in self._wishing if self._lacks_place(name, ledgers, counted)}
+        if not self._wishing:  # most reports wish for nothing new
+            return
         trainers = {name: self._trainers[name] for name in self._wishing}
         # Trainers never measured come first, so that one step tells of them all.
         order = sorted(trainers.items(), key=lambda item: (item[1].seconds > 0 and self._own_pace, item[0]))
@@ -192,8 +207,8 @@ class Admission:
         given = {name: self._given(now, name) for name in trainers}
         under_way = {name: sum(one.under_way[name] for one in ledgers) for name in trainers}
         left = set[str]()  # trainers with a wish that gets no place now
-        for wishes in zip_longest(*([Mb(name, seq) for seq in t.open] for name, t in order)):
-            for mb in filter(None, wishes):
+        for row in zip_longest(*(_without_place(name, t.open, ledgers) for name, t in order)):
+            for mb in filter(None, row):
                 if ledger.full:
                     return
                 if any(mb in one.entries for one in ledgers) or mb in counted:
@@ -216,10 +231,10 @@ class Admission:
             name: None for name in self._wishing if name in left and self._lacks_place(name, ledgers, counted)
         }
 
-    def _lacks_place(self, trainer: str, ledgers: Iterable[Ledger], counted: Container[Mb]) -> bool:
+    def _lacks_place(self, trainer: str, ledgers: Sequence[Ledger], counted: Container[Mb]) -> bool:
         """True when a microbatch that the trainer wishes for has no place in a batch."""
-        wishes = (Mb(trainer, seq) for seq in self._trainers[trainer].open)
-        return any(not any(mb in one.entries for one in ledgers) and mb not in counted for mb in wishes)
+        without = set(self._trainers[trainer].open).difference(*(one.by_trainer.get(trainer, ()) for one in ledgers))
+        return any(Mb(trainer, seq) not in counted for seq in without)
 
     def _at_work(self, now: float, begun: dict[str, tuple[int, float]]) -> dict[str, WorkerPace]:
         """Trainers that wish for microbatches or have begun some, by name."""
@@ -229,6 +244,13 @@ class Admission:
             if trainer.open or count:
                 found[name] = WorkerPace(trainer.seconds, count, now - max(since, trainer.pace.at))
         return found
+
+
+def _without_place(trainer: str, wishes: tuple[int, ...], ledgers: Sequence[Ledger]) -> list[Mb | None]:
+    """The wishes of a trainer, each in its turn; None for one that has its place in a batch."""
+    placed = [one.by_trainer.get(trainer, {}) for one in ledgers]
+    due, other = placed[0], placed[-1]  # the same where there is one batch
+    return [None if seq in due or seq in other else Mb(trainer, seq) for seq in wishes]
 
 
 def _begun(ledgers: Iterable[Ledger]) -> dict[str, tuple[int, float]]:

@@ -21,7 +21,7 @@ class StageClose:
     attempt: bytes = b""  # empty: none under way
     group: tuple[str, ...] = ()
     helpers: frozenset[str] = frozenset()
-    assigned: dict[str, frozenset[Mb]] = field(default_factory=dict)
+    assigned: dict[str, tuple[Mb, ...]] = field(default_factory=dict)  # to the members of the group
     meets: dict[str, frozenset[str]] = field(default_factory=dict)  # member -> its mates, in a grid; else all
     summers: frozenset[str] = frozenset()
     waiting: set[str] = field(default_factory=set)

@@ -58,6 +58,9 @@ class StepCycle:
         """End leases that ran out: their microbatches go to other trainers."""
         if now < self._look_at:
             return
+        if not self._batches.due.open and not self._batches.early.open:
+            self.late = {}
+            return
         if len(self._batches.due.open) + len(self._batches.early.open) > _FEW:
             self._look_at = now + _LOOK_S
         settled = self._closing.settled

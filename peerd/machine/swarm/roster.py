@@ -81,6 +81,8 @@ class Roster:
         self.lines = Lines()
         self.version = 1  # of what members see
         self.stands = 0  # number of changes of where members are, or could go
+        self._lagging = list[int]()  # the stages without a member at a position, and when this was found for which
+        self._lagged: tuple[int, Position | None] = (-1, None)
 
     # --- changes ----------------------------------------------------------------------------------------------
 
@@ -126,8 +128,9 @@ class Roster:
 
     def note_saved(self, peer: str, positions: Iterable[Position]) -> None:
         """The checkpoints that a member has now."""
-        if peer in self.entries:
-            self.entries[peer].saved = frozenset(positions)
+        entry, saved = self.entries.get(peer), frozenset(positions)
+        if entry is not None and entry.saved != saved:
+            entry.saved = saved
             self.stands += 1
 
     def note_line(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...]) -> None:
@@ -158,7 +161,7 @@ class Roster:
 
     def empty_stages(self) -> list[int]:
         """Stages without any member."""
-        return [stage for stage in self.stages if not self._at[stage]]
+        return [] if all(self._at) else [stage for stage in self.stages if not self._at[stage]]
 
     def held_stages(self) -> list[int]:
         """Stages with a member that is, or could go, anywhere but to the start."""
@@ -166,7 +169,10 @@ class Roster:
 
     def lagging_stages(self, position: Position | None) -> list[int]:
         """Stages of which no member stands at `position`."""
-        return [stage for stage in self.stages if position is None or position not in self._at[stage]]
+        if self._lagged != (self.stands, position):  # each report asks, and members seldom move
+            lagging = [stage for stage in self.stages if position is None or position not in self._at[stage]]
+            self._lagged, self._lagging = (self.stands, position), lagging
+        return list(self._lagging)
 
     def check(self) -> None:
         """Raise AssertionError when an invariant is broken: posts by stage and position are those of the entries."""
