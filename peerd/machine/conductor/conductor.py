@@ -148,6 +148,11 @@ class Conductor:
         """The version of what members see."""
         return self.roster.version
 
+    @property
+    def listed_version(self) -> int:
+        """The version of the list of members: as `members_version`, but of less."""
+        return self.roster.listed
+
     def concerned(self) -> set[str] | None:
         """Trainers whose view has changed since this was asked last; None: all of them."""
         return self._versions.concerned()

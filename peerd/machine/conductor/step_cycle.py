@@ -79,7 +79,7 @@ class StepCycle:
         self._batches.fill(now, step, early=False)
         if self._batches.due.complete([False] * self._config.stages):
             self._course.close(self._closing.start(step))
-            self._roster.change()
+            self._roster.change(listed=False)
 
     def fill_early(self, now: float) -> None:
         """In a delayed run, admit microbatches into the next batch once this one is full, if another step follows."""

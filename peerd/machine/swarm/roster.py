@@ -80,6 +80,7 @@ class Roster:
         self._at: list[dict[Position, dict[str, None]]] = [{} for _ in self.stages]  # posts by stage and position
         self.lines = Lines()
         self.version = 1  # of what members see
+        self.listed = 1  # of these, the last that may be a change of the list of members
         self.stands = 0  # number of changes of where members are, or could go
         self._lagging = list[int]()  # the stages without a member at a position, and when this was found for which
         self._lagged: tuple[int, Position | None] = (-1, None)
@@ -97,7 +98,7 @@ class Roster:
         self._at[entry.stage].setdefault(entry.position, {})[hello.peer] = None
         if not self._delayed:
             entry.early = frozenset()
-        self.version += 1
+        self.change()
         self.stands += 1
         return entry
 
@@ -106,8 +107,8 @@ class Roster:
         self._leave(peer)
         entry = self.entries.pop(peer, None)
         self.stands += 1
-        self.version += self.lines.forget(peer)
-        self.version += entry is not None
+        if self.lines.forget(peer) or entry is not None:
+            self.change()
         return entry
 
     def move(self, peer: str, position: Position, *, stepped: bool) -> None:
@@ -135,11 +136,14 @@ class Roster:
 
     def note_line(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...]) -> None:
         """The line of a member, or of a helper of `stage`, as it states it."""
-        self.version += self.lines.tell(peer, stage, line, addrs)
+        if self.lines.tell(peer, stage, line, addrs):
+            self.change()
 
-    def change(self) -> None:
-        """A change of something else that members are told of."""
+    def change(self, *, listed: bool = True) -> None:
+        """A change of what members are told of; `listed`: perhaps of the list of members, or of who serves."""
         self.version += 1
+        if listed:
+            self.listed = self.version
 
     # --- views ------------------------------------------------------------------------------------------------
 

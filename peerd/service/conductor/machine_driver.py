@@ -35,6 +35,7 @@ _SILENT_S = 12.0  # a report comes at least every few seconds
 _SILENT_ON_FULL_LINE_S = 30.0
 _SILENCE_LOOK_S = 2.0
 _IDLE_S = 5.0  # between looks while there is no machine
+_CALLS_AT_ONCE = 128  # started in one turn
 
 
 class MachineDriver:
@@ -109,13 +110,13 @@ class MachineDriver:
     def _order(self, tenure: Tenure, outputs: list[Output]) -> None:
         assert self.nursery is not None
         reign = Reign(tenure.term, tenure.step, lambda event: self.feed(event) if self.tenure is tenure else None)
-        prepares: list[SendPrepare] = []
+        prepares, moves = list[SendPrepare](), list[SendMove]()
         for output in outputs:
             match output:
                 case SendPrepare():
                     prepares.append(output)
                 case SendMove():
-                    self.nursery.start_soon(self._orders.move, output, reign)
+                    moves.append(output)
                 case SendTransfer():
                     self.nursery.start_soon(self._orders.transfer, output, reign)
                 case CancelAttempt(attempt):
@@ -125,6 +126,16 @@ class MachineDriver:
                 case Note(text, warning):
                     (self.warnings if warning else self.notes)(text)
         self._orders.begin(self.nursery, prepares, reign)
+        if moves:
+            self.nursery.start_soon(self._move_all, moves, reign, name="conductor orders moves")
+
+    async def _move_all(self, moves: list[SendMove], reign: Reign) -> None:
+        """Start the calls that these orders take, some in each turn: to start a thousand tasks takes milliseconds."""
+        assert self.nursery is not None
+        for at, order in enumerate(moves, 1):
+            self.nursery.start_soon(self._orders.move, order, reign)
+            if at % _CALLS_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
 
     async def _probe(self, tenure: Tenure, name: str) -> None:
         """Call a member that others cannot reach; it is gone when we cannot reach it either."""
