@@ -12,9 +12,8 @@ With each report only trainers are looked at whose wishes may have no place yet:
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import LEASHED_TRAINERS
@@ -66,6 +65,10 @@ class Admission:
 
     def __contains__(self, trainer: str) -> bool:
         return trainer in self._trainers
+
+    def absent(self, trainers: KeysView[str]) -> set[str]:
+        """Those of them that are not here."""
+        return trainers - self._trainers.keys()
 
     def first(self) -> str | None:
         """The first trainer by name."""
@@ -207,26 +210,23 @@ class Admission:
         given = {name: self._given(now, name) for name in trainers}
         under_way = {name: sum(one.under_way[name] for one in ledgers) for name in trainers}
         left = set[str]()  # trainers with a wish that gets no place now
-        for row in zip_longest(*(_without_place(name, t.open, ledgers) for name, t in order)):
-            for mb in filter(None, row):
-                if ledger.full:
-                    return
-                if any(mb in one.entries for one in ledgers) or mb in counted:
-                    continue
-                left.add(mb.trainer)
-                own, most = trainers[mb.trainer], given[mb.trainer]
-                if (own.bound_to != step and mb.seq in own.bound) or (
-                    most is not None and under_way[mb.trainer] >= most
-                ):
-                    continue
-                if self._own_pace and not _in_time(mb.trainer, ledger.capacity - len(ledger.entries), workers):
-                    continue
-                under_way[mb.trainer] += 1
-                yield mb
-                if self._own_pace:
-                    before = workers[mb.trainer]
-                    waited_s = before.waited_s if before.begun else 0.0
-                    workers[mb.trainer] = WorkerPace(before.seconds, before.begun + 1, waited_s)
+        for mb in _in_turn([(name, own.open) for name, own in order], ledgers):
+            if ledger.full:
+                return
+            if any(mb in one.entries for one in ledgers) or mb in counted:
+                continue
+            left.add(mb.trainer)
+            own, most = trainers[mb.trainer], given[mb.trainer]
+            if (own.bound_to != step and mb.seq in own.bound) or (most is not None and under_way[mb.trainer] >= most):
+                continue
+            if self._own_pace and not _in_time(mb.trainer, ledger.capacity - len(ledger.entries), workers):
+                continue
+            under_way[mb.trainer] += 1
+            yield mb
+            if self._own_pace:
+                before = workers[mb.trainer]
+                waited_s = before.waited_s if before.begun else 0.0
+                workers[mb.trainer] = WorkerPace(before.seconds, before.begun + 1, waited_s)
         self._wishing = {
             name: None for name in self._wishing if name in left and self._lacks_place(name, ledgers, counted)
         }
@@ -246,11 +246,15 @@ class Admission:
         return found
 
 
-def _without_place(trainer: str, wishes: tuple[int, ...], ledgers: Sequence[Ledger]) -> list[Mb | None]:
-    """The wishes of a trainer, each in its turn; None for one that has its place in a batch."""
-    placed = [one.by_trainer.get(trainer, {}) for one in ledgers]
-    due, other = placed[0], placed[-1]  # the same where there is one batch
-    return [None if seq in due or seq in other else Mb(trainer, seq) for seq in wishes]
+def _in_turn(wishes: Iterable[tuple[str, tuple[int, ...]]], ledgers: Sequence[Ledger]) -> list[Mb]:
+    """The wishes that have no place in a batch: the trainers' first ones, in this order, then their second ones."""
+    found: list[tuple[int, int, Mb]] = []
+    for place, (trainer, seqs) in enumerate(wishes):
+        placed = [one.by_trainer.get(trainer, {}) for one in ledgers]
+        due, other = placed[0], placed[-1]  # the same where there is one batch
+        without = [turn for turn, seq in enumerate(seqs) if seq not in due and seq not in other]
+        found += [(turn, place, Mb(trainer, seqs[turn])) for turn in without]
+    return [mb for _, _, mb in sorted(found)]
 
 
 def _begun(ledgers: Iterable[Ledger]) -> dict[str, tuple[int, float]]:

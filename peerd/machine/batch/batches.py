@@ -18,7 +18,7 @@ from peerd.core.limits import REDO_AT_ONCE
 from peerd.core.messages.swarm import Done, Mb, Redo
 from peerd.machine.batch.admission import Admission
 from peerd.machine.batch.lateness import Lateness
-from peerd.machine.batch.ledger import Counted, Entry, Ledger
+from peerd.machine.batch.ledger import Counted, Ledger
 from peerd.machine.swarm.events import TrainerReport, Verify
 from peerd.machine.swarm.revisions import Versions
 from peerd.machine.swarm.roster import RosterEntry
@@ -176,10 +176,10 @@ class Batches:
     def _dead(self, ledger: Ledger, settled: Sequence[bool], lateness: Lateness) -> list[Mb]:
         """The microbatches of a batch that nobody can finish, sorted."""
         found = list[Mb]()
-        for trainer, waiting in ledger.open.items():
-            if trainer not in self.trainers:
-                found += [mb for mb in ledger.open_of(trainer) if ledger.is_missing(mb, settled)]
-            elif lateness.may_be_overdue(_oldest(waiting)):
+        for trainer in self.trainers.absent(ledger.open.keys()):
+            found += [mb for mb in ledger.open_of(trainer) if ledger.is_missing(mb, settled)]
+        for trainer in ledger.waiting_since(lateness.since):
+            if trainer in self.trainers:
                 found += self._late(ledger, settled, lateness, trainer)
         return sorted(found)
 
@@ -198,12 +198,8 @@ class Batches:
         if not self.due.full:
             return {}
         lateness = self.trainers.lateness(now, lease_s, alone=True)
-        suspects = sorted(
-            name
-            for name, waiting in self.due.open.items()
-            if name not in self.trainers or lateness.may_be_overdue(_oldest(waiting))
-        )
-        late = {name: len(self._late(self.due, settled, lateness, name)) for name in suspects}
+        suspects = self.trainers.absent(self.due.open.keys()).union(self.due.waiting_since(lateness.since))
+        late = {name: len(self._late(self.due, settled, lateness, name)) for name in sorted(suspects)}
         return {name: count for name, count in late.items() if count}
 
     def strike(self, now: float, trainer: str) -> int:
@@ -276,8 +272,3 @@ class Batches:
         self.early.check()
         assert not self.due.entries.keys() & self.early.entries.keys()
         assert not any(mb in self.counted for ledger in (self.due, self.early) for mb in ledger.entries)
-
-
-def _oldest(waiting: Mapping[int, Entry]) -> float:
-    """The time from which the first of these, in the ledger's order, is open."""
-    return next(iter(waiting.values())).since

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import Final
 
+_SLACK_S: Final = 1e-3
 _LATE_FACTOR: Final = 4.0  # times as long as it usually takes others
 
 
@@ -57,7 +58,8 @@ class Lateness:
         done_at: Callable[[str], float],
     ) -> None:
         self._now, self._lease_s, self._patience = now, lease_s, patience
-        self._least_s = least_s * patience
+        # Whoever is here is in time with what was admitted after this. Not to the last digit: `is_overdue` decides.
+        self.since = now - least_s * patience + _SLACK_S
         self._find_usual, self._lease, self._done_at = usual, lease, done_at
         self._found: Usual | None = None
 
@@ -66,10 +68,6 @@ class Lateness:
         if self._found is None:
             self._found = self._find_usual()
         return self._found
-
-    def may_be_overdue(self, since: float) -> bool:
-        """False when nobody's microbatch that was admitted at `since` can be overdue; for trainers that are here."""
-        return self._now - since > self._least_s
 
     def is_overdue(self, trainer: str, since: float) -> bool:
         """True when the trainer has had its microbatch, admitted at `since`, for far too long."""

@@ -180,6 +180,10 @@ class Ledger:
             found.update({holder: len(mbs) for holder, mbs in held.items()})
         return dict(found)
 
+    def waiting_since(self, before: float) -> list[str]:
+        """Trainers with something that is open since `before`, or longer."""
+        return [name for name, waiting in self.open.items() if next(iter(waiting.values())).since <= before]
+
     def _close(self, mb: Mb, entry: Entry) -> None:
         if not entry.is_open:
             _forget(self.open, mb.trainer, mb.seq)
