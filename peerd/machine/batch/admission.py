@@ -238,11 +238,12 @@ class Admission:
 
     def _at_work(self, now: float, begun: dict[str, tuple[int, float]]) -> dict[str, WorkerPace]:
         """Trainers that wish for microbatches or have begun some, by name."""
-        found = {}
+        found, nothing = {}, (0, now)
         for name, trainer in self._trainers.items():
-            count, since = begun.get(name, (0, now))
+            count, since = begun.get(name, nothing)
             if trainer.open or count:
-                found[name] = WorkerPace(trainer.seconds, count, now - max(since, trainer.pace.at))
+                pace = trainer.pace
+                found[name] = WorkerPace(pace.seconds, count, now - max(since, pace.at))
         return found
 
 

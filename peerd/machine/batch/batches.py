@@ -101,7 +101,8 @@ class Batches:
                 shrank |= self._take_done(now, (self.due, report.step), mb, done, view)
         gone = self._given_up(self.due, report, view.settled)
         self._drop(self.due, gone)
-        self._drop(self.early, self._given_up(self.early, report, self._nothing))
+        if self.early.open:
+            self._drop(self.early, self._given_up(self.early, report, self._nothing))
         return bool(gone) or shrank
 
     def _given_up(self, ledger: Ledger, report: TrainerReport, settled: Sequence[bool]) -> list[Mb]:

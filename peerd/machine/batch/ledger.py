@@ -109,19 +109,24 @@ class Ledger:
     def hold(self, mb: Mb, stage: int, holder: str, proof: Proof = None) -> None:
         """`holder` has accumulated `mb` in `stage`; a later report replaces an earlier one."""
         entry = self.entries[mb]
-        before = entry.holders[stage]
+        before, held = entry.holders[stage], self.held[stage]
         if before != holder or proof is not None:
             entry.proofs[stage] = proof
-        if before != holder:
-            if before == NOBODY:
-                entry.lacking -= 1
-                self.unsaid += not entry.lacking and not entry.done
-                self.missing[stage] -= 1
-            else:
-                _forget(self.held[stage], before, mb)
-            self.held[stage].setdefault(holder, {})[mb] = None
-            entry.holders[stage] = holder
-        self._close(mb, entry)
+        if before == holder:
+            return
+        entry.holders[stage] = holder
+        if holder in held:
+            held[holder][mb] = None
+        else:
+            held[holder] = {mb: None}
+        if before != NOBODY:
+            _forget(held, before, mb)
+            return
+        self.missing[stage] -= 1
+        entry.lacking -= 1
+        if not entry.lacking:
+            self.unsaid += not entry.done
+            self._close(mb, entry)
 
     def unhold(self, mb: Mb, stage: int, now: float) -> None:
         """Nobody holds `mb` in `stage` any more."""

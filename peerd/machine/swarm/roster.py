@@ -80,7 +80,8 @@ class Roster:
         self._at: list[dict[Position, dict[str, None]]] = [{} for _ in self.stages]  # posts by stage and position
         self.lines = Lines()
         self.version = 1  # of what members see
-        self.listed = 1  # of these, the last that may be a change of the list of members
+        self.listed = 1  # of these, the last that may be a change of the list of members,
+        self._listed_of = 0, 0  # and the numbers of changes of lines and stands then
         self.stands = 0  # number of changes of where members are, or could go
         self._lagging = list[int]()  # the stages without a member at a position, and when this was found for which
         self._lagged: tuple[int, Position | None] = (-1, None)
@@ -98,8 +99,8 @@ class Roster:
         self._at[entry.stage].setdefault(entry.position, {})[hello.peer] = None
         if not self._delayed:
             entry.early = frozenset()
-        self.change()
         self.stands += 1
+        self.change()
         return entry
 
     def remove(self, peer: str) -> RosterEntry | None:
@@ -142,8 +143,9 @@ class Roster:
     def change(self, *, listed: bool = True) -> None:
         """A change of what members are told of; `listed`: perhaps of the list of members, or of who serves."""
         self.version += 1
-        if listed:
-            self.listed = self.version
+        now = self.lines.changes, self.stands  # alone they are no news, and are told of with the next ones
+        if listed or now != self._listed_of:
+            self.listed, self._listed_of = self.version, now
 
     # --- views ------------------------------------------------------------------------------------------------
 
