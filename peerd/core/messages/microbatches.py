@@ -40,13 +40,14 @@ class Seqs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     ] = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if sum(count for _, count in self.spans) > MICROBATCHES:
-            raise ValueError(f"more than {MICROBATCHES} microbatches")
-        end = 0
+        end = total = 0
         for skipped, count in self.spans:
             begin, end = end + skipped, end + skipped + count
+            total += count
             if begin < 0 or end > 1 << 62:
                 raise ValueError("a microbatch's number is out of range")
+        if total > MICROBATCHES:
+            raise ValueError(f"more than {MICROBATCHES} microbatches")
 
     @classmethod
     def of(cls, numbers: Iterable[int]) -> Seqs:
@@ -62,10 +63,18 @@ class Seqs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return cls(spans)
 
     def __iter__(self) -> Iterator[int]:
-        end = 0
+        return iter(self.numbers())
+
+    def numbers(self) -> tuple[int, ...]:
+        """All of them, in order."""
+        found, end = list[int](), 0
         for skipped, count in self.spans:
-            yield from range(end + skipped, end + skipped + count)
-            end += skipped + count
+            begin, end = end + skipped, end + skipped + count
+            if count == 1:
+                found.append(begin)
+            else:
+                found += range(begin, end)
+        return tuple(found)
 
     def __contains__(self, number: object) -> bool:
         end = 0

@@ -12,9 +12,8 @@ With each report only trainers are looked at whose wishes may have no place yet:
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import LEASHED_TRAINERS
@@ -28,6 +27,7 @@ from peerd.machine.batch.trainer_limit import Leash
 _TURN_KEEP = 0.7  # of how long a microbatch took from admission to its end, at each new one
 _NEWCOMER_LEASE_S = 2.0  # how long a whole batch waits for a trainer that never helped to make a step, at first
 _PATIENCE_MOST = 6  # doublings of patience while nobody finishes anything
+_HALVINGS_MOST = 4  # of the lease of a trainer that stood in the way
 
 
 @dataclass(slots=True)
@@ -65,6 +65,10 @@ class Admission:
 
     def __contains__(self, trainer: str) -> bool:
         return trainer in self._trainers
+
+    def absent(self, trainers: KeysView[str]) -> set[str]:
+        """Those of them that are not here."""
+        return trainers - self._trainers.keys()
 
     def first(self) -> str | None:
         """The first trainer by name."""
@@ -111,15 +115,26 @@ class Admission:
         """The judge of overdue microbatches as of now. `lease_s`: where the others show what is usual, and else;
         `alone`: the batch has no room for anything else.
         """
-        usual = Usual({name: (t.turn_s, t.pace.at) for name, t in self._trainers.items() if t.turn_s} if alone else {})
-        return Lateness(now, lease_s, 2.0 ** min(self._patience, _PATIENCE_MOST), usual, self._lease, self._done_at)
+
+        def usual() -> Usual:
+            trainers = self._trainers.items() if alone else ()
+            return Usual({name: (t.turn_s, t.pace.at) for name, t in trainers if t.turn_s})
+
+        patience = 2.0 ** min(self._patience, _PATIENCE_MOST)
+        return Lateness(now, lease_s, self._least_lease(*lease_s), patience, usual, self._lease, self._done_at)
+
+    def _least_lease(self, lease: float, first: float) -> float:
+        """No trainer that is here has a shorter lease."""
+        if 0 < len(self._seasoned) < len(self._trainers):  # there are newcomers
+            lease = min(lease, _NEWCOMER_LEASE_S)
+        return min(first, lease / 2.0**_HALVINGS_MOST if self._leashes else lease)
 
     def _lease(self, now: float, trainer: str, lease: float) -> float:
         """The lease of one trainer, of `lease` for those that nothing is said against."""
         if self.is_newcomer(trainer):
             lease = min(lease, _NEWCOMER_LEASE_S * 1.5 ** self.probation.times(now, trainer))
         leash = self._leashes.get(trainer)
-        return lease / 2.0 ** min(leash.strikes if leash is not None else 0, 4)
+        return lease / 2.0 ** min(leash.strikes if leash is not None else 0, _HALVINGS_MOST)
 
     def _done_at(self, trainer: str) -> float:
         """The time at which the trainer finished something last."""
@@ -185,6 +200,9 @@ class Admission:
         if ledger.full or not self._wishing:
             return
         ledgers = [ledger] if beside is None else [ledger, beside]
+        self._wishing = {name: None for name in self._wishing if self._lacks_place(name, ledgers, counted)}
+        if not self._wishing:  # most reports wish for nothing new
+            return
         trainers = {name: self._trainers[name] for name in self._wishing}
         # Trainers never measured come first, so that one step tells of them all.
         order = sorted(trainers.items(), key=lambda item: (item[1].seconds > 0 and self._own_pace, item[0]))
@@ -192,43 +210,52 @@ class Admission:
         given = {name: self._given(now, name) for name in trainers}
         under_way = {name: sum(one.under_way[name] for one in ledgers) for name in trainers}
         left = set[str]()  # trainers with a wish that gets no place now
-        for wishes in zip_longest(*([Mb(name, seq) for seq in t.open] for name, t in order)):
-            for mb in filter(None, wishes):
-                if ledger.full:
-                    return
-                if any(mb in one.entries for one in ledgers) or mb in counted:
-                    continue
-                left.add(mb.trainer)
-                own, most = trainers[mb.trainer], given[mb.trainer]
-                if (own.bound_to != step and mb.seq in own.bound) or (
-                    most is not None and under_way[mb.trainer] >= most
-                ):
-                    continue
-                if self._own_pace and not _in_time(mb.trainer, ledger.capacity - len(ledger.entries), workers):
-                    continue
-                under_way[mb.trainer] += 1
-                yield mb
-                if self._own_pace:
-                    before = workers[mb.trainer]
-                    waited_s = before.waited_s if before.begun else 0.0
-                    workers[mb.trainer] = WorkerPace(before.seconds, before.begun + 1, waited_s)
+        for mb in _in_turn([(name, own.open) for name, own in order], ledgers):
+            if ledger.full:
+                return
+            if any(mb in one.entries for one in ledgers) or mb in counted:
+                continue
+            left.add(mb.trainer)
+            own, most = trainers[mb.trainer], given[mb.trainer]
+            if (own.bound_to != step and mb.seq in own.bound) or (most is not None and under_way[mb.trainer] >= most):
+                continue
+            if self._own_pace and not _in_time(mb.trainer, ledger.capacity - len(ledger.entries), workers):
+                continue
+            under_way[mb.trainer] += 1
+            yield mb
+            if self._own_pace:
+                before = workers[mb.trainer]
+                waited_s = before.waited_s if before.begun else 0.0
+                workers[mb.trainer] = WorkerPace(before.seconds, before.begun + 1, waited_s)
         self._wishing = {
             name: None for name in self._wishing if name in left and self._lacks_place(name, ledgers, counted)
         }
 
-    def _lacks_place(self, trainer: str, ledgers: Iterable[Ledger], counted: Container[Mb]) -> bool:
+    def _lacks_place(self, trainer: str, ledgers: Sequence[Ledger], counted: Container[Mb]) -> bool:
         """True when a microbatch that the trainer wishes for has no place in a batch."""
-        wishes = (Mb(trainer, seq) for seq in self._trainers[trainer].open)
-        return any(not any(mb in one.entries for one in ledgers) and mb not in counted for mb in wishes)
+        without = set(self._trainers[trainer].open).difference(*(one.by_trainer.get(trainer, ()) for one in ledgers))
+        return any(Mb(trainer, seq) not in counted for seq in without)
 
     def _at_work(self, now: float, begun: dict[str, tuple[int, float]]) -> dict[str, WorkerPace]:
         """Trainers that wish for microbatches or have begun some, by name."""
-        found = {}
+        found, nothing = {}, (0, now)
         for name, trainer in self._trainers.items():
-            count, since = begun.get(name, (0, now))
+            count, since = begun.get(name, nothing)
             if trainer.open or count:
-                found[name] = WorkerPace(trainer.seconds, count, now - max(since, trainer.pace.at))
+                pace = trainer.pace
+                found[name] = WorkerPace(pace.seconds, count, now - max(since, pace.at))
         return found
+
+
+def _in_turn(wishes: Iterable[tuple[str, tuple[int, ...]]], ledgers: Sequence[Ledger]) -> list[Mb]:
+    """The wishes that have no place in a batch: the trainers' first ones, in this order, then their second ones."""
+    found: list[tuple[int, int, Mb]] = []
+    for place, (trainer, seqs) in enumerate(wishes):
+        placed = [one.by_trainer.get(trainer, {}) for one in ledgers]
+        due, other = placed[0], placed[-1]  # the same where there is one batch
+        without = [turn for turn, seq in enumerate(seqs) if seq not in due and seq not in other]
+        found += [(turn, place, Mb(trainer, seqs[turn])) for turn in without]
+    return [mb for _, _, mb in sorted(found)]
 
 
 def _begun(ledgers: Iterable[Ledger]) -> dict[str, tuple[int, float]]:

@@ -11,24 +11,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
+from typing import NamedTuple
 
 from peerd.core.limits import REDO_AT_ONCE
 from peerd.core.messages.swarm import Done, Mb, Redo
 from peerd.machine.batch.admission import Admission
 from peerd.machine.batch.lateness import Lateness
-from peerd.machine.batch.ledger import Counted, Entry, Ledger
+from peerd.machine.batch.ledger import Counted, Ledger
 from peerd.machine.swarm.events import TrainerReport, Verify
 from peerd.machine.swarm.revisions import Versions
 from peerd.machine.swarm.roster import RosterEntry
 
-Unwanted = Callable[[Mb, Entry, Callable[[Mb], bool]], bool]  # the last tells whether a stage still needs it
+_SHED_AT_ONCE = 128  # microbatches of a batch that is over, with each report: all together they hold others up
 
 
-@dataclass(frozen=True, slots=True)
-class StageView:
+class StageView(NamedTuple):
     """The conductor's view of the stages: which peers' reports hold, and which stages have their mean."""
 
     serves: Callable[[str, int], bool]  # does this peer hold the state of this stage that microbatches are for?
@@ -48,6 +46,7 @@ class Batches:
         self.trainers = Admission(own_pace=stages == 1 if own_pace is None else own_pace)
         self.verify: Verify | None = None  # looks at receipts
         self.tell: Callable[[str], None] = lambda text: None  # what a person may want to know
+        self._over: Ledger | None = None  # what is left of the last batch
         self._void: set[Mb] = set()  # dropped for good: they do not count in the batches under way, whoever says so
 
     # --- members ----------------------------------------------------------------------------------------------
@@ -65,7 +64,7 @@ class Batches:
         peer, stage, session = who
         for ledger, held in ((self.due, due), (self.early, early)):
             ledger.keep_only(peer, stage, held, now)
-            for mb in sorted(held & ledger.missing[stage]):
+            for mb in sorted(mb for mb in held if ledger.lacks(mb, stage)):
                 ledger.hold(mb, stage, peer, session)
 
     def adopt(self, now: float, members: Mapping[str, RosterEntry]) -> None:
@@ -89,6 +88,8 @@ class Batches:
 
     def take(self, now: float, report: TrainerReport, view: StageView, delayed: bool) -> bool:
         """A trainer's news of the step; True when `due` shrank, which it does not once all its stages are settled."""
+        if self._over is not None and not self._over.shed(_SHED_AT_ONCE):
+            self._over = None
         bound, shrank = frozenset(report.early), False
         for done in report.done:
             mb = Mb(report.peer, done.seq)
@@ -98,13 +99,25 @@ class Batches:
                     shrank |= self._take_done(now, (self.early, report.step + 1), mb, done, early)
             else:
                 shrank |= self._take_done(now, (self.due, report.step), mb, done, view)
+        gone = self._given_up(self.due, report, view.settled)
+        self._drop(self.due, gone)
+        if self.early.open:
+            self._drop(self.early, self._given_up(self.early, report, self._nothing))
+        return bool(gone) or shrank
+
+    def _given_up(self, ledger: Ledger, report: TrainerReport, settled: Sequence[bool]) -> list[Mb]:
+        """A trainer's microbatches that it no longer names and never finished, or cannot do again."""
+        waiting = ledger.open.get(report.peer)
+        if not waiting or all(settled):
+            return []
         begun, unknown = {*report.open, *(done.seq for done in report.done)}, frozenset(report.unknown)
-
-        def given_up(mb: Mb, entry: Entry, needed: Callable[[Mb], bool]) -> bool:
-            """True when the trainer no longer names it and never finished it, or cannot do it again."""
-            return mb.seq in unknown and needed(mb) if entry.done else mb.seq not in begun
-
-        return bool(self._drop_unwanted(report.peer, given_up, view.settled)) or shrank
+        if not unknown and waiting.keys() <= begun:  # most reports
+            return []
+        return [
+            mb
+            for mb, entry in ((Mb(report.peer, seq), entry) for seq, entry in waiting.items())
+            if (mb.seq in unknown and ledger.is_missing(mb, settled) if entry.done else mb.seq not in begun)
+        ]
 
     def _take_done(self, now: float, of: tuple[Ledger, int], mb: Mb, done: Done, view: StageView) -> bool:
         """`of`: the batch, and its step. True when `due` shrank."""
@@ -164,22 +177,21 @@ class Batches:
     def _dead(self, ledger: Ledger, settled: Sequence[bool], lateness: Lateness) -> list[Mb]:
         """The microbatches of a batch that nobody can finish, sorted."""
         found = list[Mb]()
-        for trainer in ledger.open:
+        for trainer in self.trainers.absent(ledger.open.keys()):
+            found += [mb for mb in ledger.open_of(trainer) if ledger.is_missing(mb, settled)]
+        for trainer in ledger.waiting_since(lateness.since):
             if trainer in self.trainers:
                 found += self._late(ledger, settled, lateness, trainer)
-            else:
-                found += [mb for mb in ledger.open_of(trainer) if ledger.is_missing(mb, settled)]
         return sorted(found)
 
     def _late(self, ledger: Ledger, settled: Sequence[bool], lateness: Lateness, trainer: str) -> list[Mb]:
         """A trainer's overdue microbatches that a stage still needs, the oldest first."""
         found = list[Mb]()
-        for mb in ledger.open_of(trainer):
-            if not ledger.is_missing(mb, settled):
-                continue
-            if not lateness.is_overdue(trainer, ledger.entries[mb].since):
+        for seq, entry in ledger.open.get(trainer, {}).items():
+            if not lateness.is_overdue(trainer, entry.since):
                 break
-            found.append(mb)
+            if ledger.is_missing(mb := Mb(trainer, seq), settled):
+                found.append(mb)
         return found
 
     def late(self, now: float, settled: Sequence[bool], lease_s: tuple[float, float]) -> dict[str, int]:
@@ -187,7 +199,8 @@ class Batches:
         if not self.due.full:
             return {}
         lateness = self.trainers.lateness(now, lease_s, alone=True)
-        late = {name: len(self._late(self.due, settled, lateness, name)) for name in sorted(self.due.open)}
+        suspects = self.trainers.absent(self.due.open.keys()).union(self.due.waiting_since(lateness.since))
+        late = {name: len(self._late(self.due, settled, lateness, name)) for name in sorted(suspects)}
         return {name: count for name, count in late.items() if count}
 
     def strike(self, now: float, trainer: str) -> int:
@@ -206,18 +219,6 @@ class Batches:
             self._versions.change(mb.trainer)
             self.trainers.wish_again([mb.trainer])
         return shrank
-
-    def _drop_unwanted(self, trainer: str, unwanted: Unwanted, settled: Sequence[bool]) -> list[Mb]:
-        """Drop what a trainer's report shows to be unwanted from both batches; returns what was in `due`."""
-        gone: list[list[Mb]] = []
-        for ledger, ready in ((self.due, settled), (self.early, self._nothing)):
-            needed = partial(ledger.is_missing, settled=ready)
-            one = (
-                [] if all(ready) else [mb for mb in ledger.open_of(trainer) if unwanted(mb, ledger.entries[mb], needed)]
-            )
-            self._drop(ledger, one)
-            gone.append(one)
-        return gone[0]
 
     def _drop(self, ledger: Ledger, gone: Iterable[Mb]) -> None:
         for mb in gone:
@@ -253,9 +254,9 @@ class Batches:
             self.counted.add(step, self.due.by_trainer)
         self.trainers.step_made(sorted(self.due.by_trainer))
         self.trainers.wish_again()
-        self.due.clear()
         self._void.clear()
-        self.due, self.early = self.early, self.due
+        self._over = self.due
+        self.due, self.early = self.early, Ledger(len(self._stages), self.due.capacity)
 
     def go_to(self, step: int, batch_before: Iterable[Mb]) -> None:
         """The swarm stands at `step` now, by another way than a step from here; this batch led there."""

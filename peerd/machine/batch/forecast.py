@@ -11,8 +11,9 @@ Extends DeDLOC's (Diskin et al. 2021, section 3.1) rule, remaining samples over 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from peerd.core.limits import FORESEEABLE_S
 
@@ -43,8 +44,7 @@ class TrainerPace:
         return max(self._worked_s / self._count, _LEAST_S) if self._count else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerPace:
+class WorkerPace(NamedTuple):
     """One trainer at work: `begun` microbatches are under way, for `waited_s` without one of them being done."""
 
     seconds: float  # of one microbatch; 0: not known
@@ -73,11 +73,11 @@ def whole_in_s(left: int, workers: Iterable[WorkerPace]) -> float | None:
     workers = list(workers)
     if not left and not any(worker.begun for worker in workers):
         return 0.0
-    shared_s = shared_in_s(left, workers)
-    if shared_s is None:
-        return None
     usual_s = _usual_s(workers)
-    found = max(shared_s, *(worker.free(usual_s)[0] for worker in workers))
+    if not usual_s:
+        return None
+    ends = sorted(worker.free(usual_s) for worker in workers)
+    found = max(_shared_in_s(left, ends), ends[-1][0])
     return found if found <= FORESEEABLE_S else None
 
 
@@ -86,7 +86,11 @@ def shared_in_s(left: int, workers: Collection[WorkerPace]) -> float | None:
     usual_s = _usual_s(workers)
     if not usual_s:
         return None
-    ends = sorted(worker.free(usual_s) for worker in workers)
+    return _shared_in_s(left, sorted(worker.free(usual_s) for worker in workers))
+
+
+def _shared_in_s(left: int, ends: Sequence[tuple[float, float]]) -> float:
+    """`ends`: of each worker when it is free, and its seconds for each further microbatch, sorted."""
     rate = offset = found = 0.0  # together they have done rate * t - offset by the time t
     for index, (free_s, seconds) in enumerate(ends):
         rate, offset = rate + 1 / seconds, offset + free_s / seconds

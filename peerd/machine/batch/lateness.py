@@ -1,8 +1,9 @@
 """Lateness of microbatches: which of them their trainers have had for far too long, as of one moment.
 
 While a batch has room, or nobody shows what is usual, only a long lease counts. Once the batch is full and waits, what
-the other trainers take is the measure. Both are worked out once for a look at a whole batch, so that each microbatch
-costs a comparison. Invariant: of one trainer's microbatches an older one is overdue when a younger one is.
+the other trainers take is the measure. Both are worked out once for a look at a whole batch, and what is usual only
+when one has been open for longer than a lease, so that each microbatch costs a comparison. Invariant: of one trainer's
+microbatches an older one is overdue when a younger one is.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import Final
 
+_SLACK_S: Final = 1e-3
 _LATE_FACTOR: Final = 4.0  # times as long as it usually takes others
 
 
@@ -40,25 +42,41 @@ class Usual:
 
 
 class Lateness:
-    """See the module's header. `lease` shortens a lease by what is known of a trainer, `done_at` is its last end."""
+    """See the module's header. `lease` shortens a lease by what is known of a trainer, `done_at` is its last end.
+
+    `least_s`: no lease is shorter; `usual` is asked once, when it matters.
+    """
 
     def __init__(
         self,
         now: float,
         lease_s: tuple[float, float],
+        least_s: float,
         patience: float,
-        usual: Usual,
+        usual: Callable[[], Usual],
         lease: Callable[[float, str, float], float],
         done_at: Callable[[str], float],
     ) -> None:
         self._now, self._lease_s, self._patience = now, lease_s, patience
-        self._usual, self._lease, self._done_at = usual, lease, done_at
+        # Whoever is here is in time with what was admitted after this. Not to the last digit: `is_overdue` decides.
+        self.since = now - least_s * patience + _SLACK_S
+        self._find_usual, self._lease, self._done_at = usual, lease, done_at
+        self._found: Usual | None = None
+
+    @property
+    def _usual(self) -> Usual:
+        if self._found is None:
+            self._found = self._find_usual()
+        return self._found
 
     def is_overdue(self, trainer: str, since: float) -> bool:
         """True when the trainer has had its microbatch, admitted at `since`, for far too long."""
         lease, first = self._lease_s
+        own = self._lease(self._now, trainer, lease)
+        if self._now - since <= min(own, first) * self._patience:
+            return False  # whatever others take
         if not self._usual.has_others(trainer):
             return self._now - max(since, self._done_at(trainer)) > first * self._patience
         waited_s = self._now - max(since, self._usual.last(trainer))
         least_s = _LATE_FACTOR * self._usual.turn_s(trainer)
-        return waited_s > max(self._lease(self._now, trainer, lease), least_s) * self._patience
+        return waited_s > max(own, least_s) * self._patience

@@ -1,15 +1,16 @@
 """Ledger of a step: the microbatches that make it up, and the peer that holds the gradient of each in each stage.
 
 Pure bookkeeping for the conductor: no time-outs, no peers' liveness. What a trainer's report asks of it costs as much
-as that trainer has under way, however large the batch. Invariants (`check`): never more entries than the batch has
-microbatches, and of no more than BATCH_TRAINERS; `missing[s]` names exactly the entries without a holder in stage s;
-`open` names, by trainer, exactly those that are not done or lack a holder, in the order of their `since`.
+as that trainer has under way, and what a member's does as much as it holds, however large the batch. Invariants
+(`check`): never more entries than the batch has microbatches, and of no more than BATCH_TRAINERS; `missing[s]` counts
+exactly the entries without a holder in stage s, `held[s]` names the others, by holder; `open` names, by trainer,
+exactly those that are not done or lack a holder, in the order of their `since`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -44,25 +45,39 @@ class Ledger:
     stages: int
     capacity: int
     entries: dict[Mb, Entry] = field(default_factory=dict)
-    missing: list[set[Mb]] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)  # by stage
     by_trainer: dict[str, dict[int, None]] = field(default_factory=dict)  # numbers of the entries, as admitted
-    open: dict[str, dict[Mb, None]] = field(default_factory=dict)  # of trainers that have some
+    open: dict[str, dict[int, Entry]] = field(default_factory=dict)  # by trainer, of those that have some, and number
     under_way: Counter[str] = field(default_factory=Counter)  # number of entries that are not `done`, by trainer
     undone: int = 0  # of all trainers together
-    credit: Counter[str] = field(default_factory=Counter)  # number of gradients, by holder
+    unsaid: int = 0  # number of entries that are not `done`, and held in every stage: members have said so
+    held: list[dict[str, dict[Mb, None]]] = field(default_factory=list)  # by stage and holder, of those that have some
 
     def __post_init__(self) -> None:
-        self.missing = [set() for _ in range(self.stages)]
+        self.missing = [0] * self.stages
+        self.held = [{} for _ in range(self.stages)]
 
     def clear(self) -> None:
         self.entries.clear()
         self.by_trainer.clear()
         self.open.clear()
         self.under_way.clear()
-        self.undone = 0
-        self.credit.clear()
-        for lacking in self.missing:
-            lacking.clear()
+        self.undone = self.unsaid = 0
+        self.missing = [0] * self.stages
+        for held in self.held:
+            held.clear()
+
+    def shed(self, most: int) -> bool:
+        """Let go of some of a batch that is over, and not looked at any more; False when nothing is left.
+
+        To free thousands of entries takes milliseconds.
+        """
+        for _ in range(min(most, len(self.entries))):
+            self.entries.popitem()
+        for held in self.held:
+            for _ in range(min(most, len(held))):
+                held.popitem()
+        return bool(self.entries) or any(self.held)
 
     @property
     def full(self) -> bool:
@@ -75,11 +90,11 @@ class Ledger:
         if self.full or (mb.trainer not in self.by_trainer and len(self.by_trainer) >= BATCH_TRAINERS):
             return False
         self.by_trainer.setdefault(mb.trainer, {})[mb.seq] = None
-        self.open.setdefault(mb.trainer, {})[mb] = None
-        self.entries[mb] = Entry([NOBODY] * self.stages, [None] * self.stages, now, self.stages)
+        entry = Entry([NOBODY] * self.stages, [None] * self.stages, now, self.stages)
+        self.entries[mb] = self.open.setdefault(mb.trainer, {})[mb.seq] = entry
         self._count_undone(mb, 1)
-        for lacking in self.missing:
-            lacking.add(mb)
+        for stage in range(self.stages):
+            self.missing[stage] += 1
         return True
 
     def finish(self, mb: Mb) -> None:
@@ -88,34 +103,44 @@ class Ledger:
         if not entry.done:
             entry.done = True
             self._count_undone(mb, -1)
+            self.unsaid -= not entry.lacking
             self._close(mb, entry)
 
     def hold(self, mb: Mb, stage: int, holder: str, proof: Proof = None) -> None:
         """`holder` has accumulated `mb` in `stage`; a later report replaces an earlier one."""
         entry = self.entries[mb]
-        if entry.holders[stage] != holder or proof is not None:
+        before, held = entry.holders[stage], self.held[stage]
+        if before != holder or proof is not None:
             entry.proofs[stage] = proof
-        if entry.holders[stage] == NOBODY != holder:
-            entry.lacking -= 1
-            self.missing[stage].discard(mb)
-        self._uncredit(entry.holders[stage])
-        if holder != NOBODY:
-            self.credit[holder] += 1
+        if before == holder:
+            return
         entry.holders[stage] = holder
-        self._close(mb, entry)
+        if holder in held:
+            held[holder][mb] = None
+        else:
+            held[holder] = {mb: None}
+        if before != NOBODY:
+            _forget(held, before, mb)
+            return
+        self.missing[stage] -= 1
+        entry.lacking -= 1
+        if not entry.lacking:
+            self.unsaid += not entry.done
+            self._close(mb, entry)
 
     def unhold(self, mb: Mb, stage: int, now: float) -> None:
         """Nobody holds `mb` in `stage` any more."""
         entry = self.entries.get(mb)
         if entry is not None and entry.holders[stage] != NOBODY:
-            self._uncredit(entry.holders[stage])
+            _forget(self.held[stage], entry.holders[stage], mb)
             entry.holders[stage], entry.proofs[stage] = NOBODY, None
             entry.since = now
+            self.unsaid -= not entry.lacking and not entry.done
             entry.lacking += 1
-            self.missing[stage].add(mb)
+            self.missing[stage] += 1
             waiting = self.open.setdefault(mb.trainer, {})
-            waiting.pop(mb, None)  # it is the newest now
-            waiting[mb] = None
+            waiting.pop(mb.seq, None)  # it is the newest now
+            waiting[mb.seq] = entry
 
     def unhold_of(self, peer: str, mbs: Iterable[Mb], stage: int, now: float) -> None:
         """`peer` has not got these, though it was said to hold them."""
@@ -126,16 +151,14 @@ class Ledger:
 
     def lose(self, peer: str, now: float) -> None:
         """All that `peer` held is lost."""
-        for mb, entry in self.entries.items():
-            for stage, holder in enumerate(entry.holders):
-                if holder == peer:
-                    self.unhold(mb, stage, now)
+        for stage, held in enumerate(self.held):
+            for mb in list(held.get(peer, ())):
+                self.unhold(mb, stage, now)
 
     def keep_only(self, peer: str, stage: int, held: frozenset[Mb], now: float) -> None:
         """`peer` says what it holds in `stage`: anything else that was credited to it is lost."""
-        for mb, entry in self.entries.items():
-            if entry.holders[stage] == peer and mb not in held:
-                self.unhold(mb, stage, now)
+        for mb in [mb for mb in self.held[stage].get(peer, ()) if mb not in held]:
+            self.unhold(mb, stage, now)
 
     def drop(self, mb: Mb) -> None:
         """`mb` does not count any more; its place in the batch is free."""
@@ -144,26 +167,31 @@ class Ledger:
             return
         if not entry.done:
             self._count_undone(mb, -1)
-        for holder in entry.holders:
-            self._uncredit(holder)
+            self.unsaid -= not entry.lacking
+        for stage, holder in enumerate(entry.holders):
+            self.missing[stage] -= holder == NOBODY
+            _forget(self.held[stage], holder, mb)
         _forget(self.by_trainer, mb.trainer, mb.seq)
-        _forget(self.open, mb.trainer, mb)
-        for lacking in self.missing:
-            lacking.discard(mb)
+        _forget(self.open, mb.trainer, mb.seq)
 
     def open_of(self, trainer: str) -> Iterator[Mb]:
         """The trainer's microbatches that are not done, or needed by some stage, the oldest first."""
-        return iter(self.open.get(trainer, {}))
+        return (Mb(trainer, seq) for seq in self.open.get(trainer, {}))
 
-    def _uncredit(self, holder: str) -> None:
-        if holder != NOBODY:
-            self.credit[holder] -= 1
-            if not self.credit[holder]:
-                del self.credit[holder]
+    def credit(self) -> dict[str, int]:
+        """Number of gradients of each holder, in all stages."""
+        found = Counter[str]()
+        for held in self.held:
+            found.update({holder: len(mbs) for holder, mbs in held.items()})
+        return dict(found)
+
+    def waiting_since(self, before: float) -> list[str]:
+        """Trainers with something that is open since `before`, or longer."""
+        return [name for name, waiting in self.open.items() if next(iter(waiting.values())).since <= before]
 
     def _close(self, mb: Mb, entry: Entry) -> None:
         if not entry.is_open:
-            _forget(self.open, mb.trainer, mb)
+            _forget(self.open, mb.trainer, mb.seq)
 
     def _count_undone(self, mb: Mb, change: int) -> None:
         self.undone += change
@@ -173,11 +201,19 @@ class Ledger:
 
     def complete(self, settled: Sequence[bool]) -> bool:
         """True when the batch is full and held everywhere. Stages that are `settled` have their mean already."""
-        return self.full and all(ready or not lacking for ready, lacking in zip(settled, self.missing, strict=True))
+        return self.full and all(ready or not count for ready, count in zip(settled, self.missing, strict=True))
 
     def is_missing(self, mb: Mb, settled: Sequence[bool]) -> bool:
         """True while some stage still needs `mb`."""
-        return any(not ready and mb in lacking for ready, lacking in zip(settled, self.missing, strict=True))
+        entry = self.entries.get(mb)
+        if entry is None or not entry.lacking:
+            return False
+        return any(not ready and holder == NOBODY for ready, holder in zip(settled, entry.holders, strict=True))
+
+    def lacks(self, mb: Mb, stage: int) -> bool:
+        """True while nobody holds `mb`, which is in the batch, in this stage."""
+        entry = self.entries.get(mb)
+        return entry is not None and entry.holders[stage] == NOBODY
 
     def of_trainer(self, trainer: str) -> list[int]:
         """The trainer's microbatches in this batch, in order of admission."""
@@ -187,31 +223,35 @@ class Ledger:
         """Number of microbatches that each trainer has to do still, or to do again, and the start of the oldest of
         them.
         """
+        if not self.unsaid:  # then all that is open has to be done
+            return {name: (len(waiting), next(iter(waiting.values())).since) for name, waiting in self.open.items()}
         found: dict[str, tuple[int, float]] = {}
         for trainer, waiting in self.open.items():
-            since = [self.entries[mb].since for mb in waiting if self.entries[mb].lacking]
+            since = [entry.since for entry in waiting.values() if entry.lacking]
             if since:
                 found[trainer] = len(since), since[0]
         return found
 
     def redo(self, trainer: str, settled: Sequence[bool]) -> list[Redo]:
         """Microbatches that the trainer has to repeat, because the peer that held them is gone."""
+        waiting = self.open.get(trainer, {})
+        if len(waiting) == self.under_way[trainer]:  # it has not finished any of them
+            return []
         found = [
-            Redo(mb.seq, stage)
-            for mb in self.open_of(trainer)
-            if self.entries[mb].done
-            for stage, holder in enumerate(self.entries[mb].holders)
+            Redo(seq, stage)
+            for seq, entry in waiting.items()
+            if entry.done
+            for stage, holder in enumerate(entry.holders)
             if holder == NOBODY and not settled[stage]
         ]
         return sorted(found, key=lambda redo: (redo.seq, redo.stage))
 
-    def assigned(self, stage: int, group: Iterable[str]) -> dict[str, list[Mb]]:
-        """Microbatches that each member of the stage contributes, sorted, so that every repeat says the same."""
-        parts: dict[str, list[Mb]] = {peer: [] for peer in group}
-        for mb, entry in self.entries.items():
-            parts[entry.holders[stage]].append(mb)
-        for part in parts.values():
-            part.sort()
+    def assigned(self, stage: int, group: Iterable[str]) -> dict[str, tuple[Mb, ...]]:
+        """Microbatches that each member of the stage contributes, in any order; all of them are held there."""
+        held = self.held[stage]
+        parts = {peer: tuple(held.get(peer, ())) for peer in group}
+        assert not self.missing[stage]
+        assert held.keys() <= parts.keys(), "what somebody else holds would be left out of the sum"
         return parts
 
     def check(self) -> None:
@@ -222,46 +262,51 @@ class Ledger:
         assert all(self.open.values())
         assert self.under_way == Counter(mb.trainer for mb, entry in self.entries.items() if not entry.done)
         assert self.undone == self.under_way.total()
-        waiting = [mb for of_one in self.open.values() for mb in of_one]
-        assert sorted(waiting) == sorted(mb for mb, entry in self.entries.items() if entry.is_open)
+        assert self.unsaid == sum(not entry.done and not entry.lacking for entry in self.entries.values())
+        waiting = [(Mb(name, seq), entry) for name, of_one in self.open.items() for seq, entry in of_one.items()]
+        assert all(self.entries[mb] is entry for mb, entry in waiting)
+        assert sorted(mb for mb, _ in waiting) == sorted(mb for mb, entry in self.entries.items() if entry.is_open)
         for of_one in self.open.values():
-            since = [self.entries[mb].since for mb in of_one]
+            since = [entry.since for entry in of_one.values()]
             assert since == sorted(since)
-        for stage, lacking in enumerate(self.missing):
-            assert lacking == {mb for mb, entry in self.entries.items() if entry.holders[stage] == NOBODY}
-        holders = Counter(holder for entry in self.entries.values() for holder in entry.holders if holder != NOBODY)
-        assert self.credit == holders
+        for stage, count in enumerate(self.missing):
+            held = {mb: holder for holder, mbs in self.held[stage].items() for mb in mbs}
+            assert held == {mb: e.holders[stage] for mb, e in self.entries.items() if e.holders[stage] != NOBODY}
+            assert count + len(held) == len(self.entries)
+            assert sum(map(len, self.held[stage].values())) == len(held)
+        assert all(mbs for held in self.held for mbs in held.values())
         assert all(entry.lacking == entry.holders.count(NOBODY) for entry in self.entries.values())
 
 
+K = TypeVar("K")
 V = TypeVar("V")
 
 
-def _forget(by_trainer: dict[str, dict[V, None]], trainer: str, one: V) -> None:
-    """Take `one` out; a trainer without any is not named."""
-    of_trainer = by_trainer.get(trainer)
-    if of_trainer is not None:
-        of_trainer.pop(one, None)
-        if not of_trainer:
-            del by_trainer[trainer]
+def _forget(by_name: dict[str, dict[K, V]], name: str, one: K) -> None:
+    """Take `one` out; a trainer, or a holder, without any is not named."""
+    of_one = by_name.get(name)
+    if of_one is not None:
+        of_one.pop(one, None)
+        if not of_one:
+            del by_name[name]
 
 
 class Counted:
     """The batches of the last steps: for a trainer that has not heard how its step ended."""
 
     def __init__(self) -> None:
-        self._batches: deque[tuple[int, dict[str, frozenset[int]]]] = deque(maxlen=_STEPS_REMEMBERED)
+        self._batches: deque[tuple[int, Mapping[str, Collection[int]]]] = deque(maxlen=_STEPS_REMEMBERED)
 
-    def add(self, step: int, batch: Mapping[str, Iterable[int]]) -> None:
-        """The batch that was averaged in `step`: the numbers of each trainer's microbatches."""
-        self._batches.append((step, {trainer: frozenset(seqs) for trainer, seqs in batch.items()}))
+    def add(self, step: int, batch: Mapping[str, Collection[int]]) -> None:
+        """The batch that was averaged in `step`: the numbers of each trainer's microbatches, which stay as they are."""
+        self._batches.append((step, batch))
 
     def restart(self, step: int, batch: Iterable[Mb]) -> None:
         """Only the batch of `step` is certain."""
         self._batches.clear()
-        by_trainer: dict[str, list[int]] = {}
+        by_trainer: dict[str, set[int]] = {}
         for mb in batch:
-            by_trainer.setdefault(mb.trainer, []).append(mb.seq)
+            by_trainer.setdefault(mb.trainer, set()).add(mb.seq)
         self.add(step, by_trainer)
 
     def of(self, trainer: str, step: int) -> list[int] | None:
@@ -274,4 +319,5 @@ class Counted:
     def __contains__(self, mb: object) -> bool:
         if not isinstance(mb, Mb):
             return False
-        return any(mb.seq in batch.get(mb.trainer, ()) for _, batch in self._batches)
+        trainer, seq = mb.trainer, mb.seq
+        return any(trainer in batch and seq in batch[trainer] for _, batch in self._batches)

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from peerd.core.messages.swarm import Mb
+from peerd.machine.swarm.events import SendPrepare
 
 
 @dataclass(slots=True)
@@ -21,9 +22,7 @@ class StageClose:
     attempt: bytes = b""  # empty: none under way
     group: tuple[str, ...] = ()
     helpers: frozenset[str] = frozenset()
-    assigned: dict[str, frozenset[Mb]] = field(default_factory=dict)
-    meets: dict[str, frozenset[str]] = field(default_factory=dict)  # member -> its mates, in a grid; else all
-    summers: frozenset[str] = frozenset()
+    orders: dict[str, SendPrepare] = field(default_factory=dict)  # to each of the group, and to helpers
     waiting: set[str] = field(default_factory=set)
     prepared: set[str] = field(default_factory=set)
     digests: dict[str, bytes] = field(default_factory=dict)
@@ -42,7 +41,17 @@ class StageClose:
 
     def met(self, peer: str) -> Collection[str]:
         """The members that this member averages with directly: those of its grid rounds, else all of the group."""
-        return self.meets.get(peer, self.group)
+        order = self.orders.get(peer)
+        return order.meets if order is not None else self.group
+
+    def assigned(self, peer: str) -> frozenset[Mb]:
+        """The microbatches that the peer was to contribute."""
+        order = self.orders.get(peer)
+        return frozenset(order.assigned) if order is not None else frozenset()
+
+    def summers(self) -> frozenset[str]:
+        """All that sum a share in any of the rounds."""
+        return frozenset(peer for order in self.orders.values() for peer in order.summers)
 
     @property
     def due(self) -> float | None:

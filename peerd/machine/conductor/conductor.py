@@ -148,6 +148,11 @@ class Conductor:
         """The version of what members see."""
         return self.roster.version
 
+    @property
+    def listed_version(self) -> int:
+        """The version of the list of members: as `members_version`, but of less."""
+        return self.roster.listed
+
     def concerned(self) -> set[str] | None:
         """Trainers whose view has changed since this was asked last; None: all of them."""
         return self._versions.concerned()
@@ -187,10 +192,10 @@ class Conductor:
         """The reason that no microbatch is admitted, or the trainers that the step waits for; "" when there is none."""
         if blocked := self._blocked():
             return blocked
-        late = [
-            f"…{peer[-8:]}, which has not finished {count}" for peer, count in [*self._step.late.items()][:_NAMED_LATE]
-        ]
-        return f"trainer {', '.join(late)}" if late and self.phase is Phase.OPEN else ""
+        if not self._step.late or self.phase is not Phase.OPEN:
+            return ""
+        late = [*self._step.late.items()][:_NAMED_LATE]
+        return f"trainer {', '.join(f'…{peer[-8:]}, which has not finished {count}' for peer, count in late)}"
 
     def _blocked(self) -> str:
         """The reason that no microbatch is admitted; "" when the step is open."""
@@ -258,18 +263,19 @@ class Conductor:
 
     def _advance(self, now: float) -> list[Output]:
         """Give every phase its turn, in an order in which one may lead to the next."""
+        course = self.course
         self.search.look(now)
-        if self.phase is Phase.GATHERING and self.search.is_over(now):
+        if course.phase is Phase.GATHERING and self.search.is_over(now):
             self._decide_position(now)
-        if self.phase is Phase.MOVING and not self.course.moving:
+        if course.phase is Phase.MOVING and not course.moving:
             self._arrive(now)
-        if self.phase in (Phase.OPEN, Phase.CLOSING) and self.search.falls_back(now):
+        if course.phase in (Phase.OPEN, Phase.CLOSING) and self.search.falls_back(now):
             self._gather_anew(now, "a stage has lost the current state: looking for an older common position")
-        if self.phase in (Phase.OPEN, Phase.CLOSING):
+        if course.phase in (Phase.OPEN, Phase.CLOSING):
             self._step.drop_dead(now)
-        if self.phase is Phase.OPEN and not self.roster.lagging_stages(self.current):
+        if course.phase is Phase.OPEN and not self.roster.lagging_stages(course.current):
             self._step.fill(now)
-        if self.phase is Phase.CLOSING:
+        if course.phase is Phase.CLOSING:
             self._step.close(now)
         self._step.let_go(now)
         self._step.fill_early(now)
@@ -303,7 +309,7 @@ class Conductor:
         """End of a move: every member that could has reached the target."""
         target, stepped = self.course.target, self.course.commits
         assert target is not None
-        done = dict(self.batches.due.credit)
+        done = self.batches.due.credit()
         if target != self.current:
             self.batches.step_made(target.step - 1)
         self.course.arrive(self._config.total_steps)

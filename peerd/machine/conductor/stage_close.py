@@ -67,8 +67,10 @@ class Closing:
 
     def problem(self) -> str:
         """The reason that a stage cannot even try to average; "" where all can."""
-        found = ((stage, close.problem) for stage, close in enumerate(self.stages) if close.problem)
-        return next((f"stage {stage} cannot average: {problem}" for stage, problem in found), "")
+        for stage, close in enumerate(self.stages):
+            if close.problem:
+                return f"stage {stage} cannot average: {close.problem}"
+        return ""
 
     def due(self) -> float | None:
         """The next deadline of any stage; None: there is none."""
@@ -117,16 +119,14 @@ class Closing:
             return
         assigned = self._batches.due.assigned(stage, group)
         close.attempt, close.group, close.helpers, close.began = self._rng.randbytes(16), group, how.helpers, now
-        close.assigned = {peer: frozenset(mbs) for peer, mbs in assigned.items()}
-        close.waiting, close.prepared, close.digests, close.meets = set(group), set(), {}, {}
+        close.waiting, close.prepared, close.digests = set(group), set(), {}
         if how.news:
             self.blame.note(how.news)
         orders = []
         for peer in (*group, *sorted(close.helpers)):
-            part, rounds = tuple(assigned.get(peer, ())), how.rounds.get(peer, ())
+            part, rounds = assigned.get(peer, ()), how.rounds.get(peer, ())
             orders.append(SendPrepare(peer, close.attempt, lineage, group, part, how.split, rounds))
-        close.meets = {order.peer: frozenset(order.meets) for order in orders if order.rounds}
-        close.summers = frozenset(peer for order in orders for peer in order.summers)
+        close.orders = {order.peer: order for order in orders}
         self._out += orders
 
     def look(self, now: float) -> None:
@@ -179,7 +179,7 @@ class Closing:
             self._all_answered(now, close)
 
     def _not_ok(self, now: float, close: StageClose, end: PrepareEnded) -> None:
-        assigned = close.assigned.get(end.peer, frozenset())
+        assigned = close.assigned(end.peer)
         missing, refused = assigned & set(end.missing), assigned & set(end.refused)
         lost = [peer for peer in dict.fromkeys(end.lost) if peer != end.peer]
         helpers = [peer for peer in lost if peer in close.helpers]
@@ -237,7 +237,7 @@ class Closing:
     def _judge_different(self, now: float, stage: int, close: StageClose) -> None:
         """Established members report different sums: ask `Agreement` for the culprits."""
         able = frozenset(peer for peer in close.group if not self._roster.lines.is_client(peer))
-        summing = Summing(close.summers, able)
+        summing = Summing(close.summers(), able)
         found = self._agreements[stage].judge(self._step, close.digests, summing, self._roster.since)
         self.blame.note(f"stage {stage}: {found.note}")
         for peer in found.guilty:

@@ -26,7 +26,7 @@ class Standstill:
     def look(self, now: float, conductor: Conductor) -> str:
         """The text; "" while things move, or where `Conductor.waits_for` gives the reason that they do not."""
         due = conductor.batches.due
-        view = conductor.current, conductor.phase, len(due.entries), due.undone, *map(len, due.missing)
+        view = conductor.current, conductor.phase, len(due.entries), due.undone, *due.missing
         if view != self._view:
             self._view, self._since = view, now
         if now - self._since < _PATIENCE_S:

@@ -58,6 +58,9 @@ class StepCycle:
         """End leases that ran out: their microbatches go to other trainers."""
         if now < self._look_at:
             return
+        if not self._batches.due.open and not self._batches.early.open:
+            self.late = {}
+            return
         if len(self._batches.due.open) + len(self._batches.early.open) > _FEW:
             self._look_at = now + _LOOK_S
         settled = self._closing.settled
@@ -76,7 +79,7 @@ class StepCycle:
         self._batches.fill(now, step, early=False)
         if self._batches.due.complete([False] * self._config.stages):
             self._course.close(self._closing.start(step))
-            self._roster.change()
+            self._roster.change(listed=False)
 
     def fill_early(self, now: float) -> None:
         """In a delayed run, admit microbatches into the next batch once this one is full, if another step follows."""

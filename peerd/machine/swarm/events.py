@@ -131,7 +131,7 @@ class SendPrepare:
     attempt: bytes
     lineage: bytes
     group: tuple[str, ...]
-    assigned: tuple[Mb, ...]
+    assigned: tuple[Mb, ...]  # in any order
     split: Split | None = None  # None: the group in equal shares
     rounds: tuple[OrderedRound, ...] = ()  # instead of one round of the group
 

@@ -80,7 +80,11 @@ class Roster:
         self._at: list[dict[Position, dict[str, None]]] = [{} for _ in self.stages]  # posts by stage and position
         self.lines = Lines()
         self.version = 1  # of what members see
+        self.listed = 1  # of these, the last that may be a change of the list of members,
+        self._listed_of = 0, 0  # and the numbers of changes of lines and stands then
         self.stands = 0  # number of changes of where members are, or could go
+        self._lagging = list[int]()  # the stages without a member at a position, and when this was found for which
+        self._lagged: tuple[int, Position | None] = (-1, None)
 
     # --- changes ----------------------------------------------------------------------------------------------
 
@@ -95,8 +99,8 @@ class Roster:
         self._at[entry.stage].setdefault(entry.position, {})[hello.peer] = None
         if not self._delayed:
             entry.early = frozenset()
-        self.version += 1
         self.stands += 1
+        self.change()
         return entry
 
     def remove(self, peer: str) -> RosterEntry | None:
@@ -104,8 +108,8 @@ class Roster:
         self._leave(peer)
         entry = self.entries.pop(peer, None)
         self.stands += 1
-        self.version += self.lines.forget(peer)
-        self.version += entry is not None
+        if self.lines.forget(peer) or entry is not None:
+            self.change()
         return entry
 
     def move(self, peer: str, position: Position, *, stepped: bool) -> None:
@@ -126,17 +130,22 @@ class Roster:
 
     def note_saved(self, peer: str, positions: Iterable[Position]) -> None:
         """The checkpoints that a member has now."""
-        if peer in self.entries:
-            self.entries[peer].saved = frozenset(positions)
+        entry, saved = self.entries.get(peer), frozenset(positions)
+        if entry is not None and entry.saved != saved:
+            entry.saved = saved
             self.stands += 1
 
     def note_line(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...]) -> None:
         """The line of a member, or of a helper of `stage`, as it states it."""
-        self.version += self.lines.tell(peer, stage, line, addrs)
+        if self.lines.tell(peer, stage, line, addrs):
+            self.change()
 
-    def change(self) -> None:
-        """A change of something else that members are told of."""
+    def change(self, *, listed: bool = True) -> None:
+        """A change of what members are told of; `listed`: perhaps of the list of members, or of who serves."""
         self.version += 1
+        now = self.lines.changes, self.stands  # alone they are no news, and are told of with the next ones
+        if listed or now != self._listed_of:
+            self.listed, self._listed_of = self.version, now
 
     # --- views ------------------------------------------------------------------------------------------------
 
@@ -158,7 +167,7 @@ class Roster:
 
     def empty_stages(self) -> list[int]:
         """Stages without any member."""
-        return [stage for stage in self.stages if not self._at[stage]]
+        return [] if all(self._at) else [stage for stage in self.stages if not self._at[stage]]
 
     def held_stages(self) -> list[int]:
         """Stages with a member that is, or could go, anywhere but to the start."""
@@ -166,7 +175,10 @@ class Roster:
 
     def lagging_stages(self, position: Position | None) -> list[int]:
         """Stages of which no member stands at `position`."""
-        return [stage for stage in self.stages if position is None or position not in self._at[stage]]
+        if self._lagged != (self.stands, position):  # each report asks, and members seldom move
+            lagging = [stage for stage in self.stages if position is None or position not in self._at[stage]]
+            self._lagged, self._lagging = (self.stands, position), lagging
+        return list(self._lagging)
 
     def check(self) -> None:
         """Raise AssertionError when an invariant is broken: posts by stage and position are those of the entries."""

@@ -35,6 +35,7 @@ _SILENT_S = 12.0  # a report comes at least every few seconds
 _SILENT_ON_FULL_LINE_S = 30.0
 _SILENCE_LOOK_S = 2.0
 _IDLE_S = 5.0  # between looks while there is no machine
+_CALLS_AT_ONCE = 128  # started in one turn
 
 
 class MachineDriver:
@@ -56,7 +57,9 @@ class MachineDriver:
         self._waiting: dict[str, Signal] = {}  # trainers whose reports wait, each for news of its own
         self._members_changed = Signal()  # what every member is told has changed
         self._changed_to: tuple[Conductor | None, int] = None, 0  # the machine, and its version for members
-        self._fed = Signal()  # set by all that may move the next deadline
+        self._due = 0.0  # the machine's next deadline
+        self._awaited_until = 0.0  # when `keep_time` looks again
+        self._sooner = Signal()  # given when the deadline comes before that
 
     @property
     def machine(self) -> Conductor | None:
@@ -100,15 +103,20 @@ class MachineDriver:
             self.heard[name] = trio.current_time()
 
     def _carry_out(self, tenure: Tenure, outputs: list[Output]) -> None:
+        if outputs:  # most events have none
+            self._order(tenure, outputs)
+        self.wake_waiting()
+
+    def _order(self, tenure: Tenure, outputs: list[Output]) -> None:
         assert self.nursery is not None
         reign = Reign(tenure.term, tenure.step, lambda event: self.feed(event) if self.tenure is tenure else None)
-        prepares: list[SendPrepare] = []
+        prepares, moves = list[SendPrepare](), list[SendMove]()
         for output in outputs:
             match output:
                 case SendPrepare():
                     prepares.append(output)
                 case SendMove():
-                    self.nursery.start_soon(self._orders.move, output, reign)
+                    moves.append(output)
                 case SendTransfer():
                     self.nursery.start_soon(self._orders.transfer, output, reign)
                 case CancelAttempt(attempt):
@@ -118,7 +126,16 @@ class MachineDriver:
                 case Note(text, warning):
                     (self.warnings if warning else self.notes)(text)
         self._orders.begin(self.nursery, prepares, reign)
-        self.wake_waiting()
+        if moves:
+            self.nursery.start_soon(self._move_all, moves, reign, name="conductor orders moves")
+
+    async def _move_all(self, moves: list[SendMove], reign: Reign) -> None:
+        """Start the calls that these orders take, some in each turn: to start a thousand tasks takes milliseconds."""
+        assert self.nursery is not None
+        for at, order in enumerate(moves, 1):
+            self.nursery.start_soon(self._orders.move, order, reign)
+            if at % _CALLS_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
 
     async def _probe(self, tenure: Tenure, name: str) -> None:
         """Call a member that others cannot reach; it is gone when we cannot reach it either."""
@@ -133,15 +150,27 @@ class MachineDriver:
     # --- time and news ----------------------------------------------------------------------------------------
 
     async def keep_time(self) -> None:
-        """Wake the machine whenever it is due."""
+        """Wake the machine whenever it is due.
+
+        Each report moves the deadline, mostly on: that is seen only when the time is up that it had before.
+        """
+        self._read_deadline()
         while True:
-            machine, now = self.machine, trio.current_time()
-            due = machine.wake_at(now) if machine is not None else now + _IDLE_S
-            with trio.move_on_at(due):
-                await self._fed.wait()
+            self._awaited_until = self._due
+            with trio.move_on_at(self._awaited_until):
+                await self._sooner.wait()
+            if trio.current_time() < self._due:
                 continue
             if self.tenure is not None:
                 self._carry_out(self.tenure, self.tenure.machine.wake(trio.current_time()))
+            else:
+                self._read_deadline()
+
+    def _read_deadline(self) -> None:
+        machine, now = self.machine, trio.current_time()
+        self._due = machine.wake_at(now) if machine is not None else now + _IDLE_S
+        if self._due < self._awaited_until:
+            self._sooner.notify()
 
     async def watch_silence(self) -> None:
         """Drop posts and trainers that do not report any more."""
@@ -159,7 +188,7 @@ class MachineDriver:
 
     def wake_waiting(self) -> None:
         """Read the next deadline again, and wake the waiting reports for whose senders there may be anything new."""
-        self._fed.notify()
+        self._read_deadline()
         machine = self.machine
         news = machine, machine.members_version if machine is not None else 0
         if news != self._changed_to:
@@ -172,17 +201,27 @@ class MachineDriver:
 
     async def wait_for_members_news(self, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> None:
         """Wait until members have `news`, the tenure ends, or `wait_s` have passed."""
+        if self._is_answered(news, tenure, wait_s):
+            return
         with trio.move_on_after(wait_s):
+            await self._members_changed.wait()
             while self.tenure is tenure and not news():
                 await self._members_changed.wait()
 
     async def wait_for_trainers_news(self, name: str, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> None:
         """Wait until trainer `name` has `news`, the tenure ends, or `wait_s` have passed."""
+        if self._is_answered(news, tenure, wait_s):
+            return
         signal = self._waiting.setdefault(name, Signal())
         try:
             with trio.move_on_after(wait_s):
+                await signal.wait()
                 while self.tenure is tenure and not news():
                     await signal.wait()
         finally:
             if not signal.awaited and self._waiting.get(name) is signal:
                 del self._waiting[name]
+
+    def _is_answered(self, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> bool:
+        """True when a report need not wait: it costs neither a timer nor a turn of the scheduler, as most do not."""
+        return not wait_s or self.tenure is not tenure or news()

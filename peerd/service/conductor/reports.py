@@ -8,7 +8,6 @@ its sender's posts only, and names of other peers in it mean their posts at the 
 
 from __future__ import annotations
 
-import msgspec
 import trio
 
 from peerd.core.errors import OTHER_RUN_FILE, Refused
@@ -41,6 +40,7 @@ from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
 
 _REPORTS = MethodLimits(body_bytes=1 << 20, calls_per_peer=8, calls=8192)
 _PUT_ASIDE_S = 1.0  # between two reports of a member that is not heard
+_NO_SEQS = Seqs()
 
 
 class Reports:
@@ -96,8 +96,9 @@ class Reports:
         stages, heard = machine.roster.stages, self._driver.heard
         if stage not in stages:
             raise Refused(f"the run has {len(stages)} stages, and no stage {stage}")
-        others = sum(post_name(peer, other) in heard for other in stages if other != stage)
-        if others > POSTS and post_name(peer, stage) not in heard:
+        if post_name(peer, stage) in heard:
+            return
+        if sum(post_name(peer, other) in heard for other in stages) > POSTS:
             raise Refused(f"one peer serves {POSTS} stages at most, and helps one")
 
     def _take_helper(self, machine: Conductor, name: str, body: MemberSync) -> None:
@@ -146,8 +147,8 @@ class Reports:
         machine = tenure.machine
         self._driver.heard[name] = trio.current_time()
         taken = machine.takes(body.step)
-        begun, done = tuple(body.open), tuple(map(_held_by_posts, body.done))
-        self._driver.feed(TrainerReport(name, body.step, begun, done, tuple(body.early), tuple(body.unknown)))
+        begun, done = body.open.numbers(), tuple(map(_held_by_posts, body.done))
+        self._driver.feed(TrainerReport(name, body.step, begun, done, body.early.numbers(), body.unknown.numbers()))
         news = lambda: machine.version(name) != body.seen  # noqa: E731
         await self._driver.wait_for_trainers_news(name, news, tenure, body.wait_s)
         self._still(tenure, name)
@@ -156,12 +157,13 @@ class Reports:
     def _to_trainer(self, tenure: Tenure, name: str, body: TrainerSync, *, taken: bool) -> TrainerAnswer:
         machine = tenure.machine
         step = machine.current.step if machine.current is not None else body.step
-        admitted, early = machine.admitted(name), machine.admitted(name, early=True)
+        grant = tenure.grant(step, name, machine.admitted(name))
+        grant_early = tenure.grant(step + 1, name, machine.admitted(name, early=True), early=True)
         return TrainerAnswer(
             term=tenure.term,
             step=step,
             taken=taken,
-            admitted=Seqs.of(admitted),
+            admitted=grant.seqs if grant is not None else _NO_SEQS,
             redo=machine.redo(name),
             counted=_seqs(machine.counted(name, body.step)),
             evaluate=machine.evaluates(name),
@@ -170,10 +172,10 @@ class Reports:
             version=machine.version(name),
             members=tenure.members_since(body.seen_members),
             forecast=tenure.forecast(),
-            early=Seqs.of(early),
+            early=grant_early.seqs if grant_early is not None else _NO_SEQS,
             counted_early=_seqs(machine.counted(name, body.step + 1)),
-            grant=tenure.grant(step, name, admitted),
-            grant_early=tenure.grant(step + 1, name, early, early=True),
+            grant=grant,
+            grant_early=grant_early,
         )
 
     def _still(self, tenure: Tenure, name: str) -> None:
@@ -233,8 +235,8 @@ def _hello(name: str, body: MemberSync, held: Mbs) -> MemberHello:
 def _held_by_posts(done: Done) -> Done:
     """A report of what is done, with the posts that hold it in place of their peers."""
     holders = [post_name(peer, stage) if peer else peer for stage, peer in enumerate(done.holders)]
-    return msgspec.structs.replace(done, holders=holders)
+    return Done(done.seq, holders, done.receipts)
 
 
 def _seqs(numbers: list[int] | None) -> Seqs | None:
-    return None if numbers is None else Seqs.of(numbers)
+    return None if numbers is None else Seqs.of(numbers) if numbers else _NO_SEQS

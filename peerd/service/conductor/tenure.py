@@ -43,7 +43,7 @@ class Tenure:
 
     def members_since(self, version: int) -> MemberNews | None:
         """The member list's changes since `version`, as many as one answer holds; None: none."""
-        self._listed.follow(self.machine.members_version, lambda: list(map(_as_peer, self.machine.members())))
+        self._listed.follow(self.machine.listed_version, lambda: list(map(_as_peer, self.machine.members())))
         return self._listed.news(version)
 
     def forecast(self) -> Forecast | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import random
 
 import pytest
 from hypothesis import given
@@ -105,6 +106,33 @@ def test_what_the_last_batches_counted_is_not_admitted_again() -> None:
     for step in range(5):
         counted.add(step, {"a": [1], "b": [step]} if step == 0 else {"b": [step]})
     assert list(admission.wishes(0.0, ledger, counted)) == [Mb("a", 2), Mb("a", 3)]
+
+
+def test_trainers_get_places_in_turn_each_by_its_own_order_also_after_some_have_theirs() -> None:
+    admission, ledger = Admission(own_pace=False), Ledger(1, 20)
+    for name, wishes in (("a", (1, 2, 3, 4)), ("b", (11, 12, 11)), ("c", (21,))):
+        admission.report(name, wishes)
+    for mb in (Mb("a", 1), Mb("a", 3), Mb("c", 21)):
+        ledger.admit(mb, 0.0)
+    assert fill(admission, ledger, 1.0) == [Mb("b", 11), Mb("a", 2), Mb("b", 12), Mb("a", 4)]
+    assert fill(admission, ledger, 2.0) == []
+
+
+@given(st.randoms(use_true_random=False))
+def test_whoever_is_late_is_among_those_that_are_looked_at(rng: random.Random) -> None:
+    admission = Admission(own_pace=False)
+    for name in "abc":
+        admission.report(name, ())
+    for name in "ab":
+        if rng.random() < 0.7:
+            admission.finished(rng.uniform(0, 20), name, 0.0)
+    admission.step_made(rng.sample("abc", rng.randrange(3)))
+    for _ in range(rng.randrange(4)):
+        admission.strike(20.0, rng.choice("abc"), 3)
+        admission.ran_out(rng.uniform(0, 30))
+    late = admission.lateness(40.0, (rng.uniform(1, 30), rng.uniform(1, 30)), alone=rng.random() < 0.7)
+    for since in (rng.uniform(0, 40) for _ in range(20)):
+        assert since <= late.since or not any(late.is_overdue(name, since) for name in "abc")
 
 
 def test_batches_are_remembered_for_a_while_and_forgotten_when_the_past_is_uncertain() -> None:

@@ -102,3 +102,41 @@ def test_the_batch_before_is_what_members_count_of_the_last_mean_they_have() -> 
     for peer, position, prepared, seq in rng.sample(told, len(told)):
         roster.enter(hello(peer, position, prepared=prepared, counted=frozenset({Mb("t", seq)})))
     assert roster.batch_before(ONE) == {Mb("t", 1), Mb("t", 2)}
+
+
+def test_the_list_of_members_has_a_version_of_its_own() -> None:
+    roster = two_stages()
+    listed = roster.listed
+    roster.change(listed=False)
+    assert roster.listed == listed < roster.version
+    for tell in (
+        roster.change,
+        lambda: roster.enter(hello("d", ONE)),
+        lambda: roster.note_line("h", 0, LineInfo("aux"), ()),
+        lambda: roster.remove("d"),
+        lambda: roster.remove("h"),
+    ):
+        before = roster.version
+        tell()
+        assert roster.listed == roster.version > before
+    for tell in (
+        lambda: roster.note_line("a", 0, LineInfo("client"), ()),
+        lambda: roster.move("a", ONE, stepped=True),
+    ):
+        before = roster.version
+        tell()
+        assert roster.version == before, "no news by itself"
+        roster.change(listed=False)
+        assert roster.listed == roster.version
+        roster.change(listed=False)
+        assert roster.listed < roster.version
+
+
+def test_checkpoints_that_a_member_names_again_are_no_news() -> None:
+    roster = two_stages()
+    roster.note_saved("a", [ONE])
+    stands = roster.stands
+    roster.note_saved("a", [ONE])
+    assert roster.stands == stands
+    roster.note_saved("a", [ONE, TWO])
+    assert roster.stands > stands

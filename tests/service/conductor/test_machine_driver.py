@@ -7,8 +7,9 @@ from trio.testing import MockClock
 
 from peerd.core.messages.swarm import Done
 from peerd.machine.conductor.phases import Phase
-from peerd.machine.swarm.events import MemberGone, Output, PrepareEnded, Probe, TrainerReport
+from peerd.machine.swarm.events import MemberGone, Output, PrepareEnded, Probe, SendMove, TrainerReport
 from peerd.machine.swarm.posts import post_name
+from peerd.machine.swarm.roster import START
 from tests.kit.conducting import hello
 from tests.kit.conductor_scene import OTHER, OWN, Scene
 
@@ -140,6 +141,41 @@ async def test_a_trainer_is_woken_by_what_concerns_it_and_not_by_others(autojump
         await trio.sleep(0.5)
         assert woken == [("a", 0.5), ("b", 1.0)]
         assert scene.driver._waiting == {}
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_deadline_that_moves_is_kept_whichever_way_it_moves(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = begun(nursery)
+        machine, woken = scene.driver.machine, list[float]()
+        assert machine is not None
+        began, due = trio.current_time(), [4.0]
+
+        def wake(now: float) -> list[Output]:
+            woken.append(round(now - began, 2))
+            due[0] = 100.0
+            return []
+
+        machine.wake, machine.wake_at = wake, lambda now: began + due[0]  # type: ignore[method-assign]
+        scene.driver.wake_waiting()
+        for at, then in ((1.0, 6.0), (2.0, 3.0), (5.0, 7.0)):
+            await trio.sleep_until(began + at)
+            due[0] = then
+            scene.driver.wake_waiting()
+        await trio.sleep_until(began + 9.0)
+        assert woken == [3.0, 7.0]
+        nursery.cancel_scope.cancel()
+
+
+async def test_all_moves_of_a_large_swarm_begin(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = begun(nursery)
+        tenure = scene.driver.tenure
+        assert tenure is not None
+        posts = [post_name(f"p{i}", 0) for i in range(1000)]
+        scene.driver._carry_out(tenure, [SendMove(post, START, commit=True) for post in posts])
+        await trio.sleep(0.1)
+        assert sorted(move.peer for move in scene.orders.moves) == sorted(posts)
         nursery.cancel_scope.cancel()
 
 
