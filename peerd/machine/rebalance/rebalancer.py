@@ -4,8 +4,8 @@ Peers would move to the weakest stage, one after the other, each the one after w
 is strongest; of that sequence the beginning counts that wins most for its moves. It is carried out once the work that
 is lost without it, until the rule is asked again, outweighs the price of the moves: a small lack waits for a newcomer
 to fill it, a large one does not. So the rule never pays much more than twice what one that knew the future would (ski
-rental). Rates, not queues, decide: a queue is noise where stages are equal, and a rule that follows it moves peers for ever. Decides only. Hostile
-input: rates, which the caller believes no further than they were measured.
+rental). Rates, not queues, decide: a queue is noise where stages are equal, and a rule that follows it moves peers for
+ever. Decides only. Hostile input: rates, which the caller believes no further than they were measured.
 """
 
 from __future__ import annotations
