@@ -74,10 +74,13 @@ class RouteFlow:
     def _prices(self, names: Sequence[str], now: float) -> list[float]:
         """Seconds until each peer has computed one more microbatch."""
         services = self._costs.services(names, now)
-        return [
-            service_s * (1.0 + _STILL_TO_COMPUTE * self._under_way[name]) + self._costs.waiting_s(name, now)
-            for name, service_s in zip(names, services, strict=True)
-        ]
+        slowest_s = max(services)
+        prices = []
+        for name, service_s in zip(names, services, strict=True):
+            doubted_s = self._costs.doubted_s(name, now)  # a newcomer is tried, and not flooded
+            each_s = _STILL_TO_COMPUTE * service_s if doubted_s is None else min(doubted_s, slowest_s)
+            prices.append(service_s + each_s * self._under_way[name] + self._costs.waiting_s(name, now))
+        return prices
 
     def _ways_s(self, one: str, others: Sequence[str], now: float) -> list[float]:
         """Seconds from a peer to each of these, and back, with what is on the line between the two."""

@@ -75,6 +75,21 @@ def test_microbatches_do_not_wait_for_each_other_on_one_line_where_another_is_as
     assert found == ["a1", "b1", "a1", "b1"]
 
 
+def test_a_newcomer_is_tried_but_not_flooded() -> None:
+    """Until it has answered it may be as slow as the slowest."""
+    one, speeds = flow(), {"a0": 1.0, "b0": 1.0, "c0": 4.0}
+    for name, service_s in speeds.items():
+        for _ in range(2):
+            sent = one.sent([name])
+            one.ended(sent)
+            one.answered(0.0, sent, [Hop(name, RECEIPT, service_s)], service_s)
+    chosen = list[str]()
+    for _ in range(12):
+        chosen += one.choose(0.0, [["new", *speeds]], never)
+        one.sent([chosen[-1]])
+    assert 1 <= chosen.count("new") <= 2
+
+
 def test_with_nothing_known_the_turns_decide() -> None:
     one = flow()
     assert one.choose(0.0, [["b0", "a0"], ["c1", "a1"]], never) == ["b0", "c1"]
