@@ -135,7 +135,8 @@ class Ordered:
             self._next = min(self._next, (now // STEP_S + 1) * STEP_S)
             return []
         self._next = now + 10 * STEP_S  # rests may have ended
-        moves = self._moves.look(now, [PostView(one.peer, one.stage, not one.stays, one.rate) for one in loads])
+        posts = [PostView(one.peer, one.stage, not one.stays, one.rate) for one in loads]
+        moves = self._moves.look(now, posts, STEP_S)
         if (due := self._moves.due(now)) < self._next:
             self._next = max(1.0, -(-due // STEP_S) - now // STEP_S) * STEP_S + now
         return moves

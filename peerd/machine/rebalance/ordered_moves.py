@@ -110,12 +110,12 @@ class OrderedMoves:
         """When `look` would order moves, if nothing changes before."""
         return self._rule.due(now)
 
-    def look(self, now: float, posts: Sequence[PostView]) -> list[Transfer]:
-        """The moves to order now."""
+    def look(self, now: float, posts: Sequence[PostView], ahead_s: float = 0.0) -> list[Transfer]:
+        """The moves to order now; `ahead_s`: until some may be ordered the next time."""
         seen = _Posts(posts)
         self._settle(now, seen)
         self.loads = self._loads(now, seen)
-        moves = self._harmless([*self._wishes(), *self._rule.look(now, self.loads)], seen)
+        moves = self._harmless([*self._wishes(), *self._rule.look(now, self.loads, ahead_s)], seen)
         self._under_way |= {one.peer: _UnderWay(one, now) for one in moves}
         return moves
 

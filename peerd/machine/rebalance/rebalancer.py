@@ -2,10 +2,10 @@
 
 Peers would move to the weakest stage, one after the other, each the one after whose move the weaker of the two stages
 is strongest; of that sequence the beginning counts that wins most for its moves. It is carried out once the work that
-was lost without it outweighs the price of the moves: a small lack waits for a newcomer to fill it, a large one does
-not. So the rule never pays much more than twice what one that knew the future would (ski rental). Rates, not queues,
-decide: a queue is noise where stages are equal, and a rule that follows it moves peers for ever. Decides only. Hostile
-input: rates, which the caller believes no further than they were measured.
+is lost without it, until the rule is asked again, outweighs the price of the moves: a small lack waits for a newcomer
+to fill it, a large one does not. So the rule never pays much more than twice what one that knew the future would (ski
+rental). Rates, not queues, decide: a queue is noise where stages are equal, and a rule that follows it moves peers for
+ever. Decides only. Hostile input: rates, which the caller believes no further than they were measured.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ class Rebalancer:
         self.price_s = config.price_s  # may change with what moves turn out to cost
         self._plan = _Plan()
         self._lost, self._at = 0.0, 0.0  # microbatches, since stages were even; when that was counted last
+        self._ahead_s = 0.0  # until the next look after that
 
     def due(self, now: float) -> float:
         """When `look` is due if nothing changes before."""
         if not self._plan.moves:
             return float("inf")
-        return max(now, self._at + (self._plan.price - self._lost) / self._plan.gain)
+        return max(now, self._at + (self._plan.price - self._lost) / self._plan.gain - self._ahead_s)
 
-    def look(self, now: float, loads: Sequence[PeerLoad]) -> list[Transfer]:
-        """The moves to begin now."""
+    def look(self, now: float, loads: Sequence[PeerLoad], ahead_s: float = 0.0) -> list[Transfer]:
+        """The moves to begin now; `ahead_s`: until moves may begin the next time."""
         self._lost += self._plan.gain * (now - self._at)
-        self._at, self._plan = now, self._best(loads)
+        self._at, self._ahead_s, self._plan = now, ahead_s, self._best(loads)
         if not self._plan.moves:
             self._lost = 0.0
-        if not self._plan.moves or self._lost < self._plan.price * (1.0 - _SAME):
+        if not self._plan.moves or self._lost + self._plan.gain * ahead_s < self._plan.price * (1.0 - _SAME):
             return []
         moves, self._plan, self._lost = list(self._plan.moves), _Plan(), 0.0
         return moves

@@ -27,6 +27,7 @@ class Rebalancing:
         self._beliefs = Beliefs(config.work)
         self._moves = OrderedMoves(config, peer_of(own))
         self._wished_for: dict[Transfer, str] = {}  # planned moves, and why
+        self._step_at: float | None = None  # when the last step was made
 
     def told(self, post: str, load: PostLoad) -> None:
         """A member states its load."""
@@ -55,17 +56,20 @@ class Rebalancing:
     def restart(self) -> None:
         """The swarm goes on from elsewhere than a step."""
         self._beliefs.restart()
+        self._step_at = None
 
     def step_made(self, now: float, done: Mapping[str, int], ready: Sequence[str]) -> list[Output]:
         """A step was made, with so many microbatches of each post; `ready`: the posts that stand behind it."""
         self._beliefs.keep_only(self._roster.entries)
         self._beliefs.step_made(now, done, ready)
+        step_s = 0.0 if self._step_at is None else now - self._step_at  # the next one is thought to take as long
+        self._step_at = now
         if not self._orders_moves:
             return []
         posts = self._posts(frozenset(ready))
         out = list[Output]()
         loads = dict(enumerate(self._capacity(posts)))
-        for one in self._moves.look(now, posts):
+        for one in self._moves.look(now, posts, step_s):
             why = self._wished_for.get(one) or told(one, loads)
             out.append(SendTransfer(post_name(one.peer, one.source), one.target, why))
             out.append(Note(f"peer {short(one.peer)} is to go from stage {one.source} to stage {one.target}: {why}"))

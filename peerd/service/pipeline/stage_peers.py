@@ -32,7 +32,7 @@ A = TypeVar("A")
 log = logging.getLogger("peerd.service.pipeline.stage_peers")
 
 _OVERDUE_S = 2.0  # that an answer takes before its peer is asked for a sign of life
-_SILENT_S = 5.0  # without any, until nobody waits for it
+_SILENT_S = 5.0  # of a call without any, until nobody waits for it
 _LOOK_S = 0.5  # between looks at what is overdue
 _HELD_S = 30.0  # at most, that one call shows whether a peer is as quick again as it was
 _PROBLEM_CHARS = 120  # of a failure, in what status says
@@ -278,11 +278,13 @@ class StagePeers:
     def _look(self) -> None:
         """End the calls to peers with overdue answers that are silent as well.
 
-        Otherwise a peer whose answers do not come through would cost us the whole time limit of a call.
+        Otherwise a peer whose answers do not come through would cost us the whole time limit of a call. Silence before
+        a call says nothing: nobody had asked the peer.
         """
         now = trio.current_time()
         for name, since in self._calls.items():
-            if now - min(since.values()) > _OVERDUE_S and self._ways.doubt(PeerId.parse(name)) > _SILENT_S:
+            waited_s = now - min(since.values())
+            if waited_s > _OVERDUE_S and min(waited_s, self._ways.doubt(PeerId.parse(name))) > _SILENT_S:
                 for scope in since:
                     scope.cancel()
 

@@ -102,6 +102,14 @@ def test_a_small_lack_waits_for_a_newcomer_and_a_large_one_does_not() -> None:
     assert len(large.look(PRICE_S, swarm(20, 4))) == 8
 
 
+def test_a_lack_that_would_outweigh_its_price_before_the_next_look_is_not_waited_for() -> None:
+    late, soon = ours(2), ours(2)
+    assert len(late.look(0.0, swarm(15, 13), PRICE_S)) == 1
+    assert soon.look(0.0, swarm(15, 13), PRICE_S / 2) == []
+    assert soon.due(0.0) == pytest.approx(PRICE_S / 2)
+    assert len(soon.look(PRICE_S / 2, swarm(15, 13), PRICE_S / 2)) == 1
+
+
 def test_what_was_lost_before_counts_when_the_lack_grows() -> None:
     rule = ours(2)
     rule.look(0.0, swarm(15, 13))

@@ -247,6 +247,26 @@ async def test_a_call_ends_when_its_peer_falls_silent_and_that_is_asked_again_on
         nursery.cancel_scope.cancel()
 
 
+async def test_silence_before_a_call_is_not_held_against_its_peer(autojump_clock: MockClock) -> None:
+    """The link was quiet between two steps; asked for a sign of life, the peer gives one."""
+    one = Hopping("a1", "b1")
+    one.peers.doing["a1"] = lambda asked: 8.0
+    one.ways.silent_since["a1"] = trio.current_time()
+    await trio.sleep(60.0)
+    async with trio.open_nursery() as nursery:
+
+        async def speak() -> None:
+            await trio.sleep(3.0)
+            assert one.ways.doubted == {"a1"}
+            one.ways.silent_since.clear()
+
+        nursery.start_soon(one.next.peers.run)
+        nursery.start_soon(speak)
+        onward = await one.hand_on()
+        nursery.cancel_scope.cancel()
+    assert (onward.by, onward.took_s) == (peer("a1"), pytest.approx(8.0))
+
+
 async def test_a_peer_that_takes_long_and_gives_signs_of_life_is_waited_for(autojump_clock: MockClock) -> None:
     one = Hopping("a1", "b1")
     one.peers.doing["a1"] = lambda asked: 100.0
