@@ -114,6 +114,7 @@ def is_conductor(role: Any) -> bool:
 @pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize("trouble", [killing, thorough(stalling)])
 @pytest.mark.parametrize("delayed", [False, thorough(True)])
+@pytest.mark.thorough
 def test_all_who_live_hold_the_same_bits_after_trouble(
     tmp_path: Path, run: RunFile, trouble: Trouble, seed: int, delayed: bool
 ) -> None:

@@ -38,6 +38,8 @@ def experts_to_give(own: HostShare, other: HostShare) -> int:
     """Number of experts that `own` hands to `other`, so that both have their part by speed; it keeps one at least."""
     if own.hosted < 2 or other.places < 1:
         return 0
+    if other.hosted and not own.sample_s:
+        return 0  # else experts could go round in circles, for nobody knows which way is better
     known = own.sample_s > 0 and other.sample_s > 0
     pace = own.sample_s / other.sample_s if known else 1.0
     pace = min(_FASTER_AT_MOST, max(1 / _FASTER_AT_MOST, pace))

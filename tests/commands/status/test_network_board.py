@@ -45,6 +45,7 @@ async def look(seed: int, roles: Roles) -> tuple[dict[str, Any], dict[str, Any],
     return found[0], found[1], members
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_round_trips_between_members_are_measured_and_shown_to_whoever_looks(tmp_path: Path) -> None:
     torch.set_num_threads(1)

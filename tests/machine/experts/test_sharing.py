@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from peerd.core.experts.grid import Uid
@@ -47,6 +47,7 @@ def test_no_expert_is_given_back_for_what_was_just_given(own: HostShare, other: 
 
 
 @given(st.lists(shares, min_size=2, max_size=8))
+@example([HostShare(0, 24, 0.125), HostShare(3, 0), HostShare(24, 0, 3.0)])
 def test_hosts_that_share_come_to_rest(all_hosts: list[HostShare]) -> None:
     hosts = dict(enumerate(all_hosts))
     total = sum(host.hosted for host in hosts.values())
