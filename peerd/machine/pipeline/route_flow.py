@@ -28,7 +28,7 @@ T = TypeVar("T")
 _COMPARED: Final = 16  # peers of a stage
 _IN_TURN: Final = 4  # of these, by whose turn it is
 # Of each microbatch under way, the part that one more has to wait for: most are ahead, and partly done. A full count
-# would send the last ones of a step a long way round to avoid peers that are free when they come; less than half a count
+# would send the last ones of a step a long way round to avoid peers that are free when they come; less than half of one
 # would give nothing to a peer that was once measured at a few times its mate's seconds.
 _STILL_TO_COMPUTE: Final = 0.7
 _STILL_ON_THE_LINE: Final = 0.25  # one direction of two, and half of that is over
