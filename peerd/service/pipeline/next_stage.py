@@ -112,7 +112,6 @@ class NextStage:
                     break
                 await trio.sleep(_SOON_S)  # those that have no room rest a moment
                 continue
-            asked_at, usual_s = trio.current_time(), self._usual_s(name)
             try:
                 by, answer = await self._ask_or_hedge(name, task, tried)
             except Overloaded as error:  # not yet, it says: it has not failed
@@ -124,10 +123,7 @@ class NextStage:
                 if not task.is_to_be_done:
                     await trio.sleep(pause_s)
             except RemoteError as error:
-                if isinstance(error, TooSlow) and trio.current_time() - asked_at < usual_s:
-                    log.debug("…%s of stage %d was not given the time that it takes", name[-8:], self.stage)
-                else:
-                    self._failed(name, started, error)
+                self._failed(name, started, error)
                 tried.add(name)
                 cut |= isinstance(error, Unreachable | TooSlow) and name in self.peers.wiring(self.stage)
                 reason = str(error)
@@ -175,7 +171,7 @@ class NextStage:
 
     async def _ask(self, name: str, task: _Task) -> Answer[Passed]:
         peer, started = PeerId.parse(name), trio.current_time()
-        within_s = min(task.left_s, self._usual_s(name))
+        within_s = min(task.left_s, self.peers.times(self.stage).given_up_after_s(name, PASS_TIMEOUT_S))
         body = task.body_for(self._rpc.arrival_rate(peer) or 0.0)
         with self.peers.call_to(name):
             answer = await self._rpc.call(peer, PASS, body, Passed, frames=task.frames, timeout_s=within_s)
@@ -185,10 +181,6 @@ class NextStage:
         if answer.body.arrival_bytes_per_s > 0:
             self._arrival[name] = answer.body.arrival_bytes_per_s
         return answer
-
-    def _usual_s(self, name: str) -> float:
-        """The time after which no answer of a peer is expected; a trainer in haste, or hostile, may give it less."""
-        return self.peers.times(self.stage).given_up_after_s(name, PASS_TIMEOUT_S)
 
     async def _over_the_trainer(self, task: _Task) -> Answer[Passed]:
         trainer = PeerId.parse(task.body.trainer)
