@@ -10,6 +10,7 @@ keeps none that it does not announce, and in a run with tokens only hosts by tok
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -61,17 +62,20 @@ def best_taker(own: HostShare, others: Mapping[PeerId, HostShare]) -> tuple[Peer
 
 
 def parts_of_all(uids: Iterable[Uid], others: Mapping[PeerId, HostShare]) -> dict[PeerId, list[Uid]]:
-    """What each of the others gets of a host that leaves: one after the other to whoever has least work by then."""
-    work = {peer: (share.hosted, share.sample_s or 0.0) for peer, share in others.items() if share.places}
-    known = [pace for _, pace in work.values() if pace]
+    """The experts that each other host gets of one that leaves: one by one, to the host with the least work by then."""
+    known = [share.sample_s for share in others.values() if share.sample_s]
     usual = sum(known) / len(known) if known else 1.0
+    work = [(share.hosted * (share.sample_s or usual), peer) for peer, share in others.items() if share.places]
+    heapq.heapify(work)
     parts = dict[PeerId, list[Uid]]()
     for uid in sorted(uids):
-        open_to = [peer for peer in work if len(parts.get(peer, ())) < others[peer].places]
-        if not open_to:
+        if not work:
             break
-        taker = min(open_to, key=lambda p: ((work[p][0] + len(parts.get(p, ()))) * (work[p][1] or usual), p))
-        parts.setdefault(taker, []).append(uid)
+        _, taker = heapq.heappop(work)
+        part, share = parts.setdefault(taker, []), others[taker]
+        part.append(uid)
+        if len(part) < share.places:
+            heapq.heappush(work, ((share.hosted + len(part)) * (share.sample_s or usual), taker))
     return parts
 
 
