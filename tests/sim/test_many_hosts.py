@@ -16,7 +16,7 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from tests.kit.world import home_line
 
-HOSTS = int(os.environ.get("PEERD_TEST_HOSTS", "40"))  # 300 take five minutes, 1,000 half an hour
+HOSTS = int(os.environ.get("PEERD_TEST_HOSTS", "40"))  # 300 take five minutes
 COPIES = 8 if HOSTS <= 40 else 6  # of a value, when its publisher has waited for 10 s
 BACKBONES = 3 if HOSTS <= 500 else 6  # one takes 192 of a region, and the simulated network is one
 VALUES, LOOKUPS = 8, 32

@@ -60,8 +60,10 @@ def common(ever: Iterable[str]) -> frozenset[str]:
 
 @lru_cache(maxsize=64)
 def rule_of(around: Surroundings, blocks: frozenset[str]) -> Callable[[bytes], bool]:
-    """Whether an address heard from a peer in these private blocks may be dialed; remembered for each address, since
-    answers of the DHT name the same ones over and over, and for each rule by itself: `around` is long to compare.
+    """The rule by which addresses heard from a peer in these private blocks may be dialed, as `may_dial`.
+
+    Answers are kept by address, since the DHT names the same ones over and over, and for each rule by itself: `around`
+    is long to compare.
     """
     return lru_cache(maxsize=2048)(partial(may_dial, around=around, blocks=blocks))
 

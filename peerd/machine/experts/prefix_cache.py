@@ -93,7 +93,7 @@ class PrefixCache:
         return entry.claims
 
     def last(self, now: float, prefix: Uid, most_s: float) -> Claims:
-        """What lived below a prefix when it was last read, in the last `most_s`: for whoever cannot read it now."""
+        """The claims below a prefix as last read, up to `most_s` ago: for a reader whose directory does not answer."""
         entry = self._entries.get(prefix)
         return entry.claims if entry is not None and now - entry.read < most_s else _NOTHING
 

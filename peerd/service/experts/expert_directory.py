@@ -125,7 +125,7 @@ class ExpertDirectory:
             read.set()
 
     def _known_last(self, prefix: Uid) -> Claims:
-        """What was claimed below a prefix, as long as its hosts' announcements stand."""
+        """Claims below a prefix as last read, for as long as an announcement stands."""
         return self._cache.last(self._clock.now(), prefix, _LIVES_PERIODS * self._period_s + _LIVES_MORE_S)
 
     def live(self, found: Mapping[Uid, Claims]) -> dict[Uid, bytes]:
