@@ -67,14 +67,18 @@ def ticket(low: int, high: int, first: int, *route: str, attempt: int = 0) -> Ti
 
 
 class Ways:
-    """All peers are linked. `silent_since`: those that say nothing any more; notes whose answers are overdue."""
+    """All peers are linked but those `without` a link. `silent_since`: those that say nothing any more.
+
+    Notes whose answers are overdue.
+    """
 
     def __init__(self) -> None:
+        self.without: set[str] = set()
         self.doubted: set[str] = set()
         self.silent_since: dict[str, float] = {}
 
     def linked(self, peer: PeerId) -> bool:
-        return True
+        return NAMES[peer.text] not in self.without
 
     def doubt(self, peer: PeerId) -> float:
         name = NAMES[peer.text]
@@ -83,7 +87,7 @@ class Ways:
 
     async def probe(self, peer: PeerId) -> None:
         await trio.lowlevel.checkpoint()
-        if NAMES[peer.text] in self.silent_since:
+        if NAMES[peer.text] in self.silent_since.keys() | self.without:
             raise Unreachable("it does not answer", peer)
 
 

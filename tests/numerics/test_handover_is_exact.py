@@ -23,6 +23,9 @@ from peerd.core.errors import Unreachable
 from peerd.core.messages.handover import Pass
 from peerd.core.run.runfile import RunFile
 from peerd.machine.pipeline.call_times import CallTimes
+from peerd.machine.pipeline.route_policy import InTurn
+from peerd.service.pipeline import direct
+from peerd.service.pipeline.hedging import Hedged
 from peerd.service.pipeline.next_stage import NextStage
 from peerd.service.pipeline.stage_peers import StagePeers
 from peerd.service.rpc.rpc import Incoming
@@ -41,6 +44,7 @@ pytestmark = [
 ]
 STAGES = 3
 OVERTAKEN = Counter[int]()  # calls that a mate answered first, by stage
+HELD_BACK_S = 0.3  # at most, for the mate's answer
 FIRST_DEATH = 4  # the step in which somebody dies, or a later one
 Deaths = Callable[[list[Peer], pytest.MonkeyPatch], None]
 
@@ -60,7 +64,10 @@ def killing(
 ) -> None:
     """Cut the victims off when `method` of a hand-over is called and that is `due`, in a step that is old enough and
     that all `peers` have come to: a stage that loses the last peer with its state goes back to the start.
+
+    Each peer gets its turn: a step takes so little here that which peer is quicker is chance.
     """
+    monkeypatch.setattr(direct, "RouteFlow", lambda rng: InTurn())
     original = getattr(HandOver, method)
 
     async def meanwhile(self: HandOver, call: Incoming[Pass], *args: Any) -> Any:
@@ -100,14 +107,18 @@ def the_conductor(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def the_only_link(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody of stage 1 gets through to one of stage 2, whose mate is dead."""
-    lonely, gone = [p for p in peers if p.role.post.stage == 2]
+    """Nobody of stage 1 gets through to one of stage 2, the first that is asked then, whose mate is dead."""
+    last = {p.host.id.text: p for p in peers if p.role.post.stage == 2}
+    lonely: list[str] = []
     original = NextStage._ask
 
     async def ask(self: NextStage, name: str, task: Any) -> Any:
-        if name == lonely.host.id.text and lonely.role.position.step >= FIRST_DEATH:
-            gone.kill()
-            raise Unreachable("the link is cut", lonely.host.id)
+        if name in last and not lonely and last[name].role.position.step >= FIRST_DEATH:
+            lonely.append(name)
+            (gone,) = last.keys() - {name}
+            last[gone].kill()
+        if name in lonely:
+            raise Unreachable("the link is cut", last[name].host.id)
         return await original(self, name, task)
 
     monkeypatch.setattr(NextStage, "_ask", ask)
@@ -115,13 +126,34 @@ def the_only_link(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_full_stash(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     """One peer has room for one microbatch a step: less than it is ever asked to take."""
+    monkeypatch.setattr(direct, "RouteFlow", lambda rng: InTurn())
     handover = of_stage(peers, 1).role.post.handover
     handover.room_bytes = 1
 
 
 def every_call_twice(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody dies, and every call is late at once: two peers race for all that can be done by either."""
-    overtaken = StagePeers.overtaken
+    """Nobody dies, and every call is late at once: two peers race for all that can be done by either.
+
+    Of every second call the answer of whoever was asked first comes last.
+    """
+    overtaken, first, count = StagePeers.overtaken, Hedged.first, itertools.count()
+
+    async def held_back(self: Hedged[Any], name: str, late_after_s: float | None) -> Any:
+        if next(count) % 2:
+            ask, mate_ended = self._ask, trio.Event()
+
+            async def ask_slowly(whom: str) -> Any:
+                try:
+                    answer = await ask(whom)
+                finally:
+                    if whom != name:
+                        mate_ended.set()
+                with trio.move_on_after(HELD_BACK_S):  # there may be no mate
+                    await mate_ended.wait()
+                return answer
+
+            self._ask = ask_slowly
+        return await first(self, name, late_after_s)
 
     def noted(self: StagePeers, stage: int, *more: Any) -> None:
         OVERTAKEN[stage] += 1
@@ -132,6 +164,7 @@ def every_call_twice(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(CallTimes, "late_after_s", lambda self, name: 0.0)
     monkeypatch.setattr(CallTimes, "can_hedge", lambda self, late: True)
     monkeypatch.setattr(StagePeers, "overtaken", noted)
+    monkeypatch.setattr(Hedged, "first", held_back)
 
 
 def nobody(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None: ...

@@ -21,6 +21,8 @@ from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import AveragingSection, BoundarySection, RunFile
+from peerd.machine.pipeline.route_policy import InTurn
+from peerd.service.pipeline import direct
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
@@ -30,7 +32,12 @@ from tests.kit.training import events, swarm
 
 
 async def train(directory: Path, run: RunFile, victim: str, monkeypatch: pytest.MonkeyPatch) -> list[StageModule]:
-    """Ten steps; the `victim` dies when it holds part of step 4 or a later one. Returns the living stages."""
+    """Ten steps; the `victim` dies when it holds part of step 4 or a later one. Returns the living stages.
+
+    Where one is to die each peer gets its turn: a step takes so little here that which peer is quicker is chance.
+    """
+    if victim != "nobody":
+        monkeypatch.setattr(direct, "RouteFlow", lambda rng: InTurn())
     async with swarm(directory) as s:
         await s.start("backbone", BackboneRole, None)
         stages = []
@@ -42,9 +49,9 @@ async def train(directory: Path, run: RunFile, victim: str, monkeypatch: pytest.
         if victim != "nobody":
             with trio.fail_after(60):
                 await begun(stages)
-            dying = next(peer for peer in stages if peer.role._services.conducting.acting == (victim == "conductor"))
-            await killed_mid_step(dying, monkeypatch)
-            stages.remove(dying)
+            conducts = victim == "conductor"
+            may_die = [peer for peer in stages if peer.role._services.conducting.acting == conducts]
+            stages.remove(await killed_mid_step(may_die, monkeypatch))
         with trio.move_on_after(60) as limit:
             for trainer in trainers:
                 await trainer.finished.wait()
@@ -60,22 +67,26 @@ async def begun(stages: list[Any]) -> None:
         await stages[0].role.moved()
 
 
-async def killed_mid_step(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut the peer off once it holds two microbatches of step 4."""
+async def killed_mid_step(peers: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Cut off the first of the peers that holds two microbatches of step 4 or 5, or one of a later step; returns it."""
     holds = trio.Event()
     token = trio.lowlevel.current_trio_token()
     original = ServedStage.backward
+    found: list[Any] = []
 
     def backward(self: ServedStage, step: int, mb: Mb, tensors: Any, frames: Any, *more: Any) -> Any:
         outcome = original(self, step, mb, tensors, frames, *more)
-        if self is peer.role.post.state.model and step >= 4 and len(self.held) >= 2:
-            token.run_sync_soon(holds.set)
+        if not found and step >= 4 and len(self.held) >= (2 if step < 6 else 1):
+            found.extend(peer for peer in peers if peer.role.post.state.model is self)
+            if found:
+                token.run_sync_soon(holds.set)
         return outcome
 
     monkeypatch.setattr(ServedStage, "backward", backward)
     with trio.fail_after(60):
         await holds.wait()
-    peer.kill()
+    found[0].kill()
+    return found[0]
 
 
 @pytest.mark.slow

@@ -191,12 +191,12 @@ class StagePeers:
     def overtaken(self, stage: int, name: str, by: str, started: float) -> None:
         """A late call was answered by a mate that was asked after it: let the late one rest.
 
-        Where nothing at all came from it meanwhile it is left out until it can be reached; else, after its rest, it
-        gets one call at a time until it answers one.
+        Where no link leads to it, or nothing at all came from it meanwhile, it is left out until it can be reached;
+        else, after its rest, it gets one call at a time until it answers one.
         """
         peer, took_s = PeerId.parse(name), trio.current_time() - started
         reason = f"…{by[-8:]} was asked after it, and was first after {took_s:.1f} s"
-        is_silent = self._ways.doubt(peer) > _OVERDUE_S
+        is_silent = not self._ways.linked(peer) or min(took_s, self._ways.doubt(peer)) > _OVERDUE_S
         times = self.failed(stage, name, started, Unreachable(reason, peer) if is_silent else TooSlow(reason, peer))
         self._times[stage].overtaken(name, took_s)
         level = self.level(name, times)

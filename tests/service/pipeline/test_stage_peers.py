@@ -36,6 +36,35 @@ async def test_a_peer_that_fails_many_calls_at_once_is_told_of_in_one_line(
     assert told.endswith("is left out until it can be" if isinstance(error, Unreachable) else "a call failed")
 
 
+@pytest.mark.parametrize(
+    ("linked", "spoke_last_s", "after_s", "cut_off"),
+    [
+        (False, 0.0, 0.3, True),  # its link is gone, and the call was waiting for a new one
+        (True, 60.0, 0.3, False),  # quiet since long before the call, and not asked for a sign of life yet
+        (True, 60.0, 3.0, True),  # said nothing though it was asked
+        (True, 0.0, 3.0, False),  # speaks, and is slow
+    ],
+)
+async def test_an_overtaken_peer_is_left_out_when_it_cannot_be_reached_and_rests_when_it_is_slow(
+    autojump_clock: MockClock, linked: bool, spoke_last_s: float, after_s: float, cut_off: bool
+) -> None:
+    peers = StagePeers(STAGES, SimClock(1, "t"), ways := Ways())
+    peers.update(members("a0", "b0"))
+    if not linked:
+        ways.without.add("a0")
+    if spoke_last_s:
+        ways.silent_since["a0"] = trio.current_time()
+        await trio.sleep(spoke_last_s)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(peers.run)
+        started = trio.current_time()
+        await trio.sleep(after_s)
+        peers.overtaken(0, peer("a0"), peer("b0"), started)
+        assert peers.is_cut_off(peer("a0")) is cut_off
+        assert await peers.pick(0, 1.0, set()) == peer("b0")
+        nursery.cancel_scope.cancel()
+
+
 async def test_who_waits_for_peers_that_fail_says_what_they_said(autojump_clock: MockClock) -> None:
     peers = StagePeers(STAGES, SimClock(1, "t"), Ways())
     peers.update(members("a0", "b0"))
