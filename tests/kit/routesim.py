@@ -35,7 +35,9 @@ class _Trip:
 
 
 class RouteSim:
-    """See the module's header. `between_s`: one way, between a peer (or the trainer, "") and the next."""
+    """See the module's header. `between_s`: one way, between a peer (or the trainer, "") and the next; `line_s`: beside
+    that, for which a tensor has the line from one peer to another to itself.
+    """
 
     def __init__(
         self,
@@ -44,9 +46,11 @@ class RouteSim:
         computing_s: Callable[[str], float],
         between_s: Callable[[str, str], float],
         lie: Callable[[list[Hop]], list[Hop]] = lambda hops: hops,
+        line_s: Callable[[str, str], float] = lambda one, other: 0.0,
     ) -> None:
         self.stages, self.policy, self.lie = [list(names) for names in stages], policy, lie
-        self.computing_s, self.between_s = computing_s, between_s
+        self.computing_s, self.between_s, self.line_s = computing_s, between_s, line_s
+        self._line_free: dict[tuple[str, str], float] = {}
         self.now, self._rng = 0.0, random.Random(1)
         self.served = Counter[str]()
         self.took: list[float] = []
@@ -103,12 +107,18 @@ class RouteSim:
         share = 1.0 if is_last else 1.0 - FORWARD if trip.is_back else FORWARD
         self._at(self.now + share * self.computing_s(name), lambda: self._done(name, trip, then))
 
+    def _across(self, one: str, other: str) -> float:
+        """The time at which a tensor that leaves one peer now is at another one."""
+        free = max(self.now, self._line_free.get((one, other), 0.0)) + self.line_s(one, other)
+        self._line_free[one, other] = free
+        return free + self.between_s(one, other)
+
     def _done(self, name: str, trip: _Trip, then: Callable[[], None]) -> None:
         self._busy.discard(name)
         at, last = trip.at, len(trip.route) - 1
         if not trip.is_back and at < last:
             trip.onward.append(-self.now)
-            self._at(self.now + self.between_s(name, trip.route[at + 1]), lambda: self._arrive(trip, at + 1, then))
+            self._at(self._across(name, trip.route[at + 1]), lambda: self._arrive(trip, at + 1, then))
         else:
             if at == last:
                 trip.onward.append(0.0)
@@ -117,7 +127,7 @@ class RouteSim:
             trip.claims = self.lie([Hop(name, RECEIPT, service_s, wait_s, trip.onward[at]), *trip.claims])
             trip.is_back = True
             before = trip.route[at - 1] if at else ""
-            back_at = self.now + self.between_s(before, name)
+            back_at = self._across(name, before) if at else self.now + self.between_s(before, name)
             self._at(back_at, (lambda: self._arrive(trip, at - 1, then)) if at else (lambda: self._end(trip, then)))
         self._next(name, then)
 

@@ -118,6 +118,16 @@ class HopCosts:
             for known in found
         ]
 
+    def doubted_s(self, name: str, now: float) -> float | None:
+        """Seconds that a peer may compute for a microbatch of which too little is known yet, or nothing: infinite.
+
+        None: enough is known.
+        """
+        known = self._known.get(name)
+        if known is None:
+            return math.inf
+        return known.service_s if known.is_doubtful(now) else None
+
     def waiting_s(self, name: str, now: float) -> float:
         """Seconds that microbatches wait at a peer for others than ours."""
         known = self._known.get(name)

@@ -3,9 +3,10 @@
 The flow of all microbatches is to be spread so that no peer is a bottleneck, and to cost as little as can be: seconds
 of computing, and between peers. That is a min-cost flow, as in GWTF (arXiv 2509.21221), here found one microbatch after
 the other: a peer's price is the computing that our microbatches under way there have still to get, so shares follow
-speeds, and among peers with equal prices those are taken that are near each other. Routes are compared as a whole:
-a peer that is slow to reach from one side may be the best one from the other. What is under way the trainer counts
-itself, so a peer that does not give back what it was given gets no more, whatever it claims (`hop_costs`).
+speeds, and among peers with equal prices those are taken that are near each other. Tensors of several microbatches on
+the line between the same two peers wait for each other as well. Routes are compared as a whole: a peer that is slow to
+reach from one side may be the best one from the other. What is under way the trainer counts itself, so a peer that does
+not give back what it was given gets no more, whatever it claims (`hop_costs`).
 
 Of a stage with many peers a sample is compared: those whose turn it is, and some at random.
 """
@@ -14,15 +15,23 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import Final
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
+from typing import Final, TypeVar
 
 from peerd.core.messages.handover import Hop
 from peerd.machine.pipeline.hop_costs import TRAINER, HopCosts
 from peerd.machine.pipeline.route_policy import Cut, Options, Sent
 
+T = TypeVar("T")
+
 _COMPARED: Final = 16  # peers of a stage
 _IN_TURN: Final = 4  # of these, by whose turn it is
+# Of each microbatch under way, the part that one more has to wait for: most are ahead, and partly done. A full count
+# would send the last ones of a step a long way round to avoid peers that are free when they come; less than half of one
+# would give nothing to a peer that was once measured at a few times its mate's seconds.
+_STILL_TO_COMPUTE: Final = 0.7
+_STILL_ON_THE_LINE: Final = 0.25  # one direction of two, and half of that is over
 _CUT_S: Final = 1e9  # in place of the time between two peers that found no way to each other
 
 
@@ -33,6 +42,7 @@ class RouteFlow:
         self._rng = rng
         self._costs = HopCosts(rng)
         self._under_way = Counter[str]()
+        self._between = Counter[tuple[str, str]]()  # the same, on the ways from one peer to the next
         self._serving: frozenset[str] | None = None  # None: not told yet
 
     def choose(self, now: float, options: Options, cut: Cut) -> list[str]:
@@ -44,7 +54,7 @@ class RouteFlow:
             prices = self._prices(names, now)
             best, came = [float("inf")] * len(names), [-1] * len(names)
             for at, (one, total) in enumerate(zip(before, totals, strict=True)):
-                for to, between_s in enumerate(self._costs.between(one, names, now)):
+                for to, between_s in enumerate(self._ways_s(one, names, now)):
                     cost = total + between_s + prices[to]
                     if cost < best[to]:
                         if cut(one, names[to]):
@@ -65,21 +75,31 @@ class RouteFlow:
     def _prices(self, names: Sequence[str], now: float) -> list[float]:
         """Seconds until each peer has computed one more microbatch."""
         services = self._costs.services(names, now)
+        slowest_s = max(services)
+        prices = []
+        for name, service_s in zip(names, services, strict=True):
+            doubted_s = self._costs.doubted_s(name, now)  # a newcomer is tried, and not flooded
+            each_s = _STILL_TO_COMPUTE * service_s if doubted_s is None else min(doubted_s, slowest_s)
+            prices.append(service_s + each_s * self._under_way[name] + self._costs.waiting_s(name, now))
+        return prices
+
+    def _ways_s(self, one: str, others: Sequence[str], now: float) -> list[float]:
+        """Seconds from a peer to each of these, and back, with what is on the line between the two."""
+        ways_s = self._costs.between(one, others, now)
         return [
-            service_s * (1 + self._under_way[name]) + self._costs.waiting_s(name, now)
-            for name, service_s in zip(names, services, strict=True)
+            seconds * (1.0 + _STILL_ON_THE_LINE * self._between[one, other])
+            for other, seconds in zip(others, ways_s, strict=True)
         ]
 
     def sent(self, route: Sequence[str]) -> Sent:
         sent = Sent(route, [self._under_way[name] for name in route])
         self._under_way.update(route)
+        self._between.update(pairwise(route))
         return sent
 
     def ended(self, sent: Sent) -> None:
-        for name in sent.route:
-            self._under_way[name] -= 1
-            if self._under_way[name] <= 0:
-                del self._under_way[name]
+        _take(self._under_way, sent.route)
+        _take(self._between, pairwise(sent.route))
 
     def answered(self, now: float, sent: Sent, hops: Sequence[Hop], took_s: float) -> None:
         if self._serving is not None and not all(hop.peer in self._serving for hop in hops):
@@ -93,6 +113,14 @@ class RouteFlow:
         if self._serving is None or not self._serving <= serving:  # some have gone: rare, and a look at all pairs
             self._costs.keep_only(serving)
         self._serving = serving
+
+
+def _take(counter: Counter[T], keys: Iterable[T]) -> None:
+    """Count each of `keys` once less, and forget those that are at nothing."""
+    for key in keys:
+        counter[key] -= 1
+        if counter[key] <= 0:
+            del counter[key]
 
 
 def _back(stages: Sequence[Sequence[str]], totals: Sequence[float], ways: Sequence[Sequence[int]]) -> list[str]:

@@ -60,6 +60,36 @@ def test_peers_that_are_near_each_other_follow_each_other() -> None:
     assert ours_s < 0.5 * turns_s
 
 
+def test_microbatches_do_not_wait_for_each_other_on_one_line_where_another_is_as_near() -> None:
+    one = flow()
+    for name, far_s in (("a1", 1.0), ("b1", 1.1)):
+        for _ in range(8):
+            hops = [Hop("a0", RECEIPT, 0.01, 0.0, far_s + 0.01), Hop(name, RECEIPT, 0.01)]
+            sent = one.sent(["a0", name])
+            one.ended(sent)
+            one.answered(0.0, sent, hops, far_s + 0.02)
+    found = []
+    for _ in range(4):
+        found.append(one.choose(0.0, [["a0"], ["a1", "b1"]], never)[1])
+        one.sent(["a0", found[-1]])
+    assert found == ["a1", "b1", "a1", "b1"]
+
+
+def test_a_newcomer_is_tried_but_not_flooded() -> None:
+    """Until it has answered it may be as slow as the slowest."""
+    one, speeds = flow(), {"a0": 1.0, "b0": 1.0, "c0": 4.0}
+    for name, service_s in speeds.items():
+        for _ in range(2):
+            sent = one.sent([name])
+            one.ended(sent)
+            one.answered(0.0, sent, [Hop(name, RECEIPT, service_s)], service_s)
+    chosen = list[str]()
+    for _ in range(12):
+        chosen += one.choose(0.0, [["new", *speeds]], never)
+        one.sent([chosen[-1]])
+    assert 1 <= chosen.count("new") <= 2
+
+
 def test_with_nothing_known_the_turns_decide() -> None:
     one = flow()
     assert one.choose(0.0, [["b0", "a0"], ["c1", "a1"]], never) == ["b0", "c1"]
@@ -154,6 +184,7 @@ def test_any_claims_leave_routes_that_lead_through_all_stages(data: st.DataObjec
     for sent in under_way:
         one.ended(sent)
     assert not one._under_way
+    assert not one._between
 
 
 def test_of_many_peers_a_sample_is_compared_and_what_is_known_stays_bounded() -> None:
