@@ -30,7 +30,7 @@ _IN_TURN: Final = 4  # of these, by whose turn it is
 # Of each microbatch under way, the part that one more has to wait for: most are ahead, and partly done. A full count
 # would send the last ones of a step a long way round to avoid peers that are free when they come; less than half of one
 # would give nothing to a peer that was once measured at a few times its mate's seconds.
-_STILL_TO_COMPUTE: Final = 0.7
+_STILL_TO_COMPUTE: Final = 0.5
 _STILL_ON_THE_LINE: Final = 0.25  # one direction of two, and half of that is over
 _CUT_S: Final = 1e9  # in place of the time between two peers that found no way to each other
 
