@@ -13,6 +13,7 @@ from peerd.core import frame
 from peerd.core.blockwise import CODES, SCALE_BYTES, scale_count
 from peerd.core.frame import TensorFrame
 from tests.fuzz.parsers import frame_headers
+from tests.kit.amount import mutations, thorough
 from tests.kit.frames import mended
 from tests.kit.mutate import accepts, fuzz
 
@@ -38,7 +39,7 @@ def receive(data: bytes) -> None:
 @pytest.mark.slow
 def test_tensors_survive_many_mutated_frames() -> None:
     assert accepts(receive, frame_headers()[0] + bytes(24))
-    assert fuzz(receive, frame_headers(), 100_000, seed=2) == ""
+    assert fuzz(receive, frame_headers(), mutations(100_000), seed=2) == ""
 
 
 @cache
@@ -78,7 +79,7 @@ def receive_whole(data: bytes) -> None:
         assert taken.isfinite().all()
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [pytest.param(5_000, marks=pytest.mark.slow), thorough(100_000)])
 def test_tensors_survive_mutated_frames_of_every_coding(count: int) -> None:
     assert all(accepts(receive_whole, data) for data in coded_frames())
     assert fuzz(receive_whole, coded_frames(), count, seed=4) == ""

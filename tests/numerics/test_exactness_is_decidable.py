@@ -5,6 +5,7 @@ Else a swarm, whose order is a matter of chance, would now and then be told uneq
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from random import Random
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from peerd.compute.model.partition import whole_model
+from tests.kit.amount import few
 from tests.kit.exact import OPTIMIZERS, STEPS, TOLERANCE, distance, run_file, stepping, write_texts
 
 SAMPLES = 16
@@ -34,8 +36,9 @@ def batches_of(folder: Path, context: int, rng: Random) -> list[Batch]:
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in steps]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"), few(itertools.product(OPTIMIZERS, TOLERANCE), ("sgd", "float32"), ("adamw", "float64"))
+)
 def test_the_order_of_a_sum_moves_parameters_by_far_less_than_is_allowed(
     tmp_path: Path, seed: int, optimizer: str, dtype: str
 ) -> None:

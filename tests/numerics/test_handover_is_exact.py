@@ -44,7 +44,7 @@ pytestmark = [
 ]
 STAGES = 3
 OVERTAKEN = Counter[int]()  # calls that a mate answered first, by stage
-HELD_BACK_S = 0.3  # at most, for the mate's answer
+HELD_BACK_S = 0.1  # at most, for the mate's answer
 FIRST_DEATH = 4  # the step in which somebody dies, or a later one
 Deaths = Callable[[list[Peer], pytest.MonkeyPatch], None]
 
