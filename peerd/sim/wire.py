@@ -4,8 +4,9 @@ A pipe takes segments from its writer while fewer than `window_bytes` are on the
 each through the source's uplink, the path with its own line, if it has one, and the target's downlink, and hands them
 to its reader in order. Each passes bits on as they come: only the slowest one's time counts. Loss means delay, as over
 TCP: a lost packet comes again after the retransmission time and everything behind it waits. What can't pass (partition,
-dead or stalled node) is held and tried again. Not modelled: congestion control, headers, acknowledgements (room in the
-window is known at once to the writer).
+dead or stalled node) is held and tried again. With a congestion window of its own (`congestion`), which not all
+networks have, a pipe starts slowly as TCP does. Not modelled: loss by congestion, headers, acknowledgements of the
+reader (room in its window is known at once to the writer).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import trio
 
 from peerd.sim.clock import Agenda
+from peerd.sim.congestion import CongestionWindow
 
 TURN_S: Final = 0.01  # what one turn of a flow on an access line should take: short, so that flows share smoothly,
 TURN_BYTES_MIN: Final = 4 << 10  # but not so short
@@ -123,6 +125,11 @@ class Medium(Protocol[M]):
         """Window of a pipe: bytes on the way or unread."""
         ...
 
+    @property
+    def slow_start(self) -> bool:
+        """True where pipes have congestion windows."""
+        ...
+
     def bottleneck(self, source: M, target: M) -> SimulatedLine | None:
         """The line that all bytes from `source` to `target` share; None: the path has no limit of its own."""
         ...
@@ -155,6 +162,8 @@ class Pipe(Generic[N]):
         self.writer_gone = False  # its machine is dead: nothing more leaves
         self.on_refused: Callable[[], None] = lambda: None  # bytes came to a reader that is gone
         self.on_given_up: Callable[[], None] = lambda: None  # retransmission went on for too long
+        retransmit_s = 2 * net.latency(source, target) + RETRANSMIT_MIN_S
+        self._congestion = CongestionWindow(retransmit_s) if net.slow_start else None
         self.floor_s = trio.current_time()  # nothing arrives before what was sent before it
         self._arrived: deque[bytes] = deque()
         self._held: deque[Segment] = deque()
@@ -171,7 +180,10 @@ class Pipe(Generic[N]):
         if between is not None:
             slower = min(slower, between.bytes_per_s)
         turn_bytes = int(min(max(TURN_S * slower, TURN_BYTES_MIN), TURN_BYTES_MAX))
-        return max(0, min(turn_bytes, self.net.window_bytes - self.unread_bytes))
+        room = min(turn_bytes, self.net.window_bytes - self.unread_bytes)
+        if self._congestion is not None:
+            room = min(room, self._congestion.room(trio.current_time()))
+        return max(0, room)
 
     async def wait_room(self) -> None:
         await self._writer.park()
@@ -180,6 +192,8 @@ class Pipe(Generic[N]):
         """Take bytes of the writer, no more than there is room for."""
         self.unread_bytes += len(data)
         self.source.sent_bytes += len(data)
+        if self._congestion is not None:
+            self._congestion.sent(len(data), trio.current_time())
         self.source.uplink.offer(Segment(self, data, last))
 
     def fail_writer(self, why: str) -> None:
@@ -252,6 +266,7 @@ class Pipe(Generic[N]):
 
     def deliver(self, segment: Segment) -> None:
         """The downlink has it: to the reader."""
+        self._acknowledge(len(segment.data))
         if self.reader_gone:
             self.on_refused()
             return
@@ -264,6 +279,17 @@ class Pipe(Generic[N]):
             self._arrived.append(data)
         self.ended = self.ended or segment.last
         self._reader.unpark_all()
+
+    def _acknowledge(self, size: int) -> None:
+        """Let the writer's system hear, after the way back, that so many bytes have arrived."""
+        if (congestion := self._congestion) is None:
+            return
+
+        def heard() -> None:
+            congestion.acknowledged(size)
+            self._writer.unpark_all()
+
+        self.net.agenda.at(trio.current_time() + self.net.latency(self.target, self.source), heard)
 
     # --- held back ---
 

@@ -4,8 +4,9 @@ Three stages of one peer, a trainer and a backbone, each on a host of its own wh
 hosts are a round trip of 100 ms apart. Each mode of hand-over makes the same run: from stage to stage (`direct`), and
 through the trainer. The model is so small that lines are what is waited for, so `share` is the speed over that of a
 line that is always full: in `direct`, the middle stage's, which an activation and a gradient leave for each microbatch;
-through the trainer, the trainer's own. The simulation runs the same roles on lines of the same rate and delay, with the
-device time that a microbatch takes here. Needs Linux, root, iproute2, nftables and gcc.
+through the trainer, the trainer's own. The simulation runs the same roles on lines of the same rate and delay, less
+what packets' headers take of it, with links that start slowly as TCP's do after each pause, and with the device time
+that a microbatch takes here. Needs Linux, root, iproute2, nftables and gcc.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from peerd.core.decoders import convert
 from peerd.core.run.runfile import RunFile
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
-from peerd.sim.simnet import SimLine
+from peerd.sim.simnet import NetConfig, SimLine
+from peerd.sim.wire import PACKET_BYTES
 from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
 
@@ -49,6 +51,7 @@ MODES: Final = ("direct", "trainer")
 CROSSINGS: Final = {"direct": 2, "trainer": 3 * (STAGES - 1) - 1}  # of the fullest line, by a microbatch
 ACTIVATION_BYTES: Final = 4 * SAMPLES * CONTEXT * WIDTH
 STEP_TOKENS: Final = MICROBATCHES * SAMPLES * CONTEXT
+HEADER_BYTES: Final = 14 + 20 + 32  # of a packet: Ethernet, IP, TCP with time stamps
 WARM_STEPS: Final = 2  # until the trainer has found how many microbatches fill the stages
 PATIENCE_S: Final = 240.0
 
@@ -122,8 +125,10 @@ def simulated(mode: str, steps: int, device_s: float) -> Measured:
 
 
 async def _simulated(run: RunFile, folder: Path, steps: int, device_s: float) -> Measured:
-    line = SimLine(latency_s=RTT_MS / 4e3, up_mbit_s=RATE_MBIT, down_mbit_s=RATE_MBIT)
-    async with World(1, swarm(), WorldConfig(line=lambda rng: line)).running() as world:
+    mbit_s = RATE_MBIT * PACKET_BYTES / (PACKET_BYTES + HEADER_BYTES)
+    line = SimLine(latency_s=RTT_MS / 4e3, up_mbit_s=mbit_s, down_mbit_s=mbit_s)
+    config = WorldConfig(line=lambda rng: line, net=NetConfig(slow_start=True))
+    async with World(1, swarm(), config).running() as world:
         boot = await world.start("boot")
         world.bootstrap.append(boot.full_addr)
         nodes = [boot]
