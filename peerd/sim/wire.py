@@ -20,7 +20,6 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import trio
 
 from peerd.sim.clock import Agenda
-from peerd.sim.congestion import CongestionWindow
 
 TURN_S: Final = 0.01  # what one turn of a flow on an access line should take: short, so that flows share smoothly,
 TURN_BYTES_MIN: Final = 4 << 10  # but not so short
@@ -29,6 +28,7 @@ PACKET_BYTES: Final = 1448  # what one Ethernet packet carries of a TCP stream; 
 MOMENT_S: Final = 0.0005  # segments that take less on a line are not worth an event for their start
 RETRANSMIT_MIN_S: Final = 0.2  # Linux' floor for the retransmission timer
 RETRANSMIT_MAX_S: Final = 120.0  # its ceiling (RFC 6298 allows 60 s or more)
+_FIRST_WINDOW_BYTES: Final = 10 * PACKET_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -145,6 +145,44 @@ class Medium(Protocol[M]):
     def damage(self, source: M, data: bytes) -> bytes: ...
 
     def note_delivery(self, source: M, target: M, data: bytes) -> None: ...
+
+
+class CongestionWindow:
+    """A sender's congestion window on a path without loss, as TCP has it: slow start, and a fall while nothing is sent.
+
+    It begins with ten packets (RFC 6928), grows by what is acknowledged while it is what holds the sender back (RFC
+    5681), and is halved for each retransmission time in which nothing was sent, down to where it began (RFC 2861; Linux
+    does so by default). So who sends in bursts needs some round trips of each to be as quick as before. `now`: seconds,
+    never less than before.
+    """
+
+    def __init__(self, retransmit_s: float) -> None:
+        self.bytes = _FIRST_WINDOW_BYTES
+        self._retransmit_s = retransmit_s
+        self._under_way = 0  # sent and not acknowledged
+        self._sent_at: float | None = None
+        self._held_back = False
+
+    def room(self, now: float) -> int:
+        """The number of bytes that may be sent now."""
+        if self._sent_at is not None and not self._under_way:
+            rests = min(int((now - self._sent_at) / self._retransmit_s), 64)
+            if rests:
+                self.bytes = max(_FIRST_WINDOW_BYTES, self.bytes >> rests)
+                self._sent_at += rests * self._retransmit_s
+        return max(0, self.bytes - self._under_way)
+
+    def sent(self, size: int, now: float) -> None:
+        """Count bytes that leave."""
+        self._under_way += size
+        self._sent_at = now
+        self._held_back = self._under_way >= self.bytes
+
+    def acknowledged(self, size: int) -> None:
+        """Count bytes that have arrived, as the sender hears of it."""
+        if self._held_back:
+            self.bytes += size
+        self._under_way -= size
 
 
 class Pipe(Generic[N]):

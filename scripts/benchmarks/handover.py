@@ -6,7 +6,8 @@ through the trainer. The model is so small that lines are what is waited for, so
 line that is always full: in `direct`, the middle stage's, which an activation and a gradient leave for each microbatch;
 through the trainer, the trainer's own. The simulation runs the same roles on lines of the same rate and delay, less
 what packets' headers take of it, with links that start slowly as TCP's do after each pause, and with the device time
-that a microbatch takes here. Needs Linux, root, iproute2, nftables and gcc.
+that a microbatch took in the lab, where all processes share this machine. Needs Linux, root, iproute2, nftables and
+gcc.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import itertools
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,6 @@ from benchmarks._far_swarm import FarSwarm
 from benchmarks._report import Figure, Report
 from benchmarks._swarm import BASE
 from benchmarks.pipeline import LayerDevice, start_stage
-from peerd.compute.model.stage_module import StageModule
 from peerd.core.decoders import convert
 from peerd.core.run.runfile import RunFile
 from peerd.sim.clock import run_virtual
@@ -62,6 +61,7 @@ class Measured:
 
     tokens_per_s: float  # in the median step
     bytes_per_token: float  # that all lines together carried away from their hosts
+    device_s: float  # that the middle stage computed for a microbatch
 
     def share(self, mode: str) -> float:
         """Speed over that of a line that is always full."""
@@ -97,25 +97,14 @@ def in_the_lab(mode: str, steps: int) -> Measured:
         swarm.wait_for_step(WARM_STEPS + steps, PATIENCE_S)
         after = swarm.moment()
         ends = swarm.steps()[WARM_STEPS - 1 : WARM_STEPS + steps]
+        device_s = SAMPLES / swarm.peer("stage-1").role()["samples_per_s"]
     sent = sum(after.traffic[name].since(before.traffic[name]).sent for name in before.traffic)
-    return _measured(ends, sent)
+    return _measured(ends, sent, device_s)
 
 
-def _measured(ends: Sequence[float], sent: float) -> Measured:
+def _measured(ends: Sequence[float], sent: float, device_s: float) -> Measured:
     median_s = statistics.median(end - begin for begin, end in itertools.pairwise(ends))
-    return Measured(STEP_TOKENS / median_s, sent / (STEP_TOKENS * (len(ends) - 1)))
-
-
-def microbatch_s() -> float:
-    """The device time of a microbatch in the middle stage: measured here, the best of several."""
-    stage = StageModule(convert(run_file("direct", 1), RunFile), 1)
-    x, gradient = torch.randn(2, SAMPLES, CONTEXT, WIDTH)
-    times = []
-    for _ in range(20):
-        started = time.perf_counter()
-        stage.backward(x, gradient, graph=stage.forward_for_backward(x))
-        times.append(time.perf_counter() - started)
-    return min(times)
+    return Measured(STEP_TOKENS / median_s, sent / (STEP_TOKENS * (len(ends) - 1)), device_s)
 
 
 def simulated(mode: str, steps: int, device_s: float) -> Measured:
@@ -142,7 +131,7 @@ async def _simulated(run: RunFile, folder: Path, steps: int, device_s: float) ->
             await world.until(lambda step=step: roles.live["trainer"].status()["step"] >= step, within_s=1e4)
             ends.append(trio.current_time())
             sent.append(sum(node.host.traffic().bytes_out for node in nodes))
-    return _measured(ends, sent[-1] - sent[0])
+    return _measured(ends, sent[-1] - sent[0], device_s)
 
 
 def measure(full: bool) -> Report:
@@ -150,10 +139,11 @@ def measure(full: bool) -> Report:
     if reason is not None:
         raise SystemExit(reason)
     torch.set_num_threads(1)
-    steps, device_s = (12 if full else 5), microbatch_s()
-    sections = []
+    steps, sections, device_ms = (12 if full else 5), [], []
     for mode in MODES:
-        real, virtual = in_the_lab(mode, steps), simulated(mode, steps, device_s)
+        real = in_the_lab(mode, steps)
+        virtual = simulated(mode, steps, real.device_s)
+        device_ms.append(f"{1e3 * real.device_s:.0f}")
         apart = 100 * abs(real.share(mode) - virtual.share(mode))
         told = "from stage to stage" if mode == "direct" else "through the trainer"
         sections.append(
@@ -167,6 +157,6 @@ def measure(full: bool) -> Report:
         )
     note = (
         f"{RATE_MBIT:g} Mb/s lines, RTT {RTT_MS:g} ms, {STAGES} stages of one layer, d_model {WIDTH}, "
-        f"{STEP_TOKENS:,} tokens a step, {steps} steps; a microbatch takes {1e3 * device_s:.1f} ms of a device"
+        f"{STEP_TOKENS:,} tokens a step, {steps} steps; a microbatch took {' and '.join(device_ms)} ms of a device"
     )
     return Report("handover", sections, note)

@@ -21,6 +21,7 @@ from typing import Final
 
 import msgspec
 import pytest
+import torch
 import trio
 
 from benchmarks._report import Figure, Report
@@ -168,6 +169,7 @@ def simulate(live: Live) -> Seen:
 
 
 def measure(full: bool) -> Report:
+    torch.set_num_threads(1)  # for so small a model two cost time
     live = Live() if full else Live(peers=24, hours=0.5, changes_per_hour=40.0, microbatch_s=5.0)
     sections = []
     for name, placement in (("ours", "load"), ("none", "fixed")):
