@@ -4,9 +4,9 @@ A pipe takes segments from its writer while fewer than `window_bytes` are on the
 each through the source's uplink, the path with its own line, if it has one, and the target's downlink, and hands them
 to its reader in order. Each passes bits on as they come: only the slowest one's time counts. Loss means delay, as over
 TCP: a lost packet comes again after the retransmission time and everything behind it waits. What can't pass (partition,
-dead or stalled node) is held and tried again. With a congestion window of its own (`congestion`), which not all
-networks have, a pipe starts slowly as TCP does. Not modelled: loss by congestion, headers, acknowledgements of the
-reader (room in its window is known at once to the writer).
+dead or stalled node) is held and tried again. With a `CongestionWindow`, which not all networks have, a pipe starts
+slowly as TCP does. Not modelled: loss by congestion, headers, acknowledgements of the reader (room in its window is
+known at once to the writer).
 """
 
 from __future__ import annotations
@@ -166,10 +166,9 @@ class CongestionWindow:
     def room(self, now: float) -> int:
         """The number of bytes that may be sent now."""
         if self._sent_at is not None and not self._under_way:
-            rests = min(int((now - self._sent_at) / self._retransmit_s), 64)
-            if rests:
-                self.bytes = max(_FIRST_WINDOW_BYTES, self.bytes >> rests)
-                self._sent_at += rests * self._retransmit_s
+            rests = int((now - self._sent_at) / self._retransmit_s)
+            self.bytes = max(_FIRST_WINDOW_BYTES, self.bytes >> rests)
+            self._sent_at += rests * self._retransmit_s
         return max(0, self.bytes - self._under_way)
 
     def sent(self, size: int, now: float) -> None:

@@ -6,10 +6,10 @@ two of its eight cities have a second place, as far from the first as two cities
 leave in an hour, half of them killed and half with a goodbye, and as many join: in a run that is shorter, one leaves
 while each policy's steps count. Sizes and rates are divided by one factor: an activation of a microbatch has 134 MB (8
 x 2,048 tokens of 4,096 numbers of 16 bits), and the slowest device takes 4 s for its part of one. Times are as they
-are: where they were a quarter, the roles' own pauses and time-outs counted four times. All policies go through the same
-roles, one after the other in one swarm, and each is first with one seed of three. They know nothing of each other's
-answers, but the wiring's measured speeds stay. GWTF's routes are computed from exact costs that the simulation tells,
-ours from what answers tell. Wasted: computed, but for no microbatch that counted.
+are, so that the roles' own pauses and time-outs weigh as much as they do. All policies go through the same roles, one
+after the other in one swarm, and each is first with one seed of three. They know nothing of each other's answers, but
+the wiring's measured speeds stay. GWTF's routes are computed from exact costs that the simulation tells, ours from what
+answers tell. Wasted: computed, but for no microbatch that counted.
 """
 
 from __future__ import annotations

@@ -77,5 +77,6 @@ def test_flows_take_much_less_time_than_turns_and_ours_about_as_little_as_one_th
         policy: statistics.mean(seconds(routing.Scene(seed), policy, lines=lines) for seed in (1, 2, 3))
         for policy in routing.POLICIES
     }
+    print(*(f"{policy} {seconds_a_step:.1f} s" for policy, seconds_a_step in found.items()))
     assert found["ours"] < 0.7 * found["swarm"]
-    assert found["ours"] < 1.05 * found["flow"]  # measured: 1.01, and 0.93 with lines
+    assert found["ours"] < 1.05 * found["flow"]  # measured: 1.02, and 0.94 with lines
