@@ -107,7 +107,7 @@ class User:
         self._go.put(gradients)
 
     async def hears(self) -> object:
-        with trio.fail_after(5):
+        with trio.fail_after(60):
             return await trio.to_thread.run_sync(self.heard.get, abandon_on_cancel=True)
 
     def _run(self) -> None:
@@ -191,7 +191,7 @@ async def test_a_gradient_without_a_place_counts_when_one_comes_before_the_step_
 
 
 async def test_in_a_delayed_run_a_gradient_counts_one_step_later_too_but_not_two_nor_after_a_jump() -> None:
-    d = Desk(patience_s=5, delay=1)
+    d = Desk(patience_s=60, delay=1)
     d.open(trio.lowlevel.current_trio_token())
     user = User(d)
     there, beyond = Position(4, b"there"), Position(5, b"beyond")
@@ -432,7 +432,7 @@ def test_a_loop_that_waits_begins_when_its_bootstrap_comes(capfd: pytest.Capture
     try:
         with made(listen=[addr]):
             assert capfd.readouterr().err.count("peerd test:") <= 1, "who has no bootstrap says nothing"
-            thread.join(20)
+            thread.join(100)
             assert not thread.is_alive()
     finally:
         second.close()

@@ -43,7 +43,7 @@ async def check_urgency(worker: Worker) -> None:
     begun, go_on = threading.Event(), threading.Event()
     async with trio.open_nursery() as nursery:
         if isinstance(worker, DeviceWorker):
-            nursery.start_soon(lambda: worker.run(lambda: (begun.set(), go_on.wait(5)), name="first"))
+            nursery.start_soon(lambda: worker.run(lambda: (begun.set(), go_on.wait(60)), name="first"))
             await trio.to_thread.run_sync(begun.wait)
         else:
             nursery.start_soon(job, "first", False)
@@ -88,7 +88,7 @@ async def test_a_running_job_goes_on_to_its_end_when_its_caller_is_cancelled() -
 
     def job() -> None:
         started.set()
-        go_on.wait(5)
+        go_on.wait(60)
         ended.append(True)
 
     async with DeviceWorker() as worker:
@@ -107,7 +107,7 @@ async def test_a_running_job_goes_on_to_its_end_when_its_caller_is_cancelled() -
 async def test_a_job_whose_caller_left_before_its_turn_is_skipped() -> None:
     go_on, ran = threading.Event(), []
     async with DeviceWorker() as worker, trio.open_nursery() as nursery:
-        nursery.start_soon(lambda: worker.run(lambda: go_on.wait(5), name="first"))
+        nursery.start_soon(lambda: worker.run(lambda: go_on.wait(60), name="first"))
         await trio.testing.wait_all_tasks_blocked()
         with trio.move_on_after(0):
             await worker.run(lambda: ran.append(True), name="second")
@@ -121,7 +121,7 @@ async def test_closing_waits_for_the_running_job_and_fails_those_that_wait() -> 
 
     def first() -> None:
         started.set()
-        go_on.wait(5)
+        go_on.wait(60)
         ended.append("first")
 
     async def second() -> None:
@@ -149,7 +149,7 @@ async def test_the_loop_is_free_while_a_job_runs() -> None:
     go_on, heard = threading.Event(), []
 
     async def wait_for_the_loop(worker: DeviceWorker) -> None:
-        heard.append(await worker.run(lambda: go_on.wait(5), name="wait for the loop"))
+        heard.append(await worker.run(lambda: go_on.wait(60), name="wait for the loop"))
 
     async with DeviceWorker() as worker, trio.open_nursery() as nursery:
         nursery.start_soon(wait_for_the_loop, worker)

@@ -44,7 +44,7 @@ class Scene:
             await self.s.start(name, BackboneRole, None)
         self.stage = await self.s.start("stage0", StageRole, pinned(self.run, 0))
         await self.stage.ready.wait()
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             following = self.stage.role._services.following
             while following.conductor != self.stage.host.id:  # it takes on the duty by itself
                 await following.told.wait()

@@ -93,7 +93,7 @@ def answering(data_dir: Path, told: dict[str, Any]) -> Iterator[None]:
             yield
         finally:
             opened.shutdown(socket.SHUT_RDWR)
-            thread.join(5.0)
+            thread.join(60)
             path.unlink(missing_ok=True)
 
 

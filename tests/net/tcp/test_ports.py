@@ -40,7 +40,7 @@ async def listening(host: str) -> AsyncIterator[tuple[TcpTransport, Listener, in
     place = tcp_place(listener.addrs[0])
     assert place is not None
     try:
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             yield transport, listener, place.port
     finally:
         with trio.CancelScope(shield=True):

@@ -112,10 +112,10 @@ def test_a_call_after_the_trio_run_has_ended_is_told_so_and_one_under_way_ends_w
 
     threads = list[threading.Thread]()
     caller = trio.run(peer)
-    threads[0].join(10)
+    threads[0].join(60)
     later = threading.Thread(target=ask, args=(caller,))
     later.start()
-    later.join(10)
+    later.join(60)
     assert told == ["this peer has left the run"] * 2
 
 

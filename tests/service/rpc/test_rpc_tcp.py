@@ -79,14 +79,14 @@ def cut(host: Host) -> None:
 @pytest.mark.slow
 async def test_over_tcp(case: Case) -> None:
     async with tcp_pair() as pair:
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             await case(pair)
 
 
 async def test_a_call_over_tcp_and_one_after_the_link_was_lost() -> None:
     async with tcp_pair() as pair:
         pair.b.serve("t/1/echo", Text, echo)
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             assert await ask(pair) == "hi"
             pair.cut()
             while pair.a.status()["channels"]:
