@@ -52,6 +52,7 @@ _PROBE_S: Final = 0.5  # at least, and at most an eighth of a period; who only h
 _AT_ONCE: Final = 4  # states that are fetched
 _TRIES: Final = 2  # at holders that do not answer, then it begins anew
 _CHECKPOINTS: Final = 6  # of one expert that are tried
+_BEYOND: Final = 2  # times what a host makes between two checkpoints: one may have been on its way
 _TAKING_S: Final = 600.0  # that others' adoptions are waited for
 _LAST_GENERATION: Final = (1 << 53) - 1
 
@@ -75,6 +76,7 @@ class Adoption:
         self._log, self._me = ctx.log, ctx.host.id
         self._vault, self._host, self._checkpoints, self._state_bytes = vault, host, checkpoints, state_bytes
         self._announce_s = ctx.run.experts.announce_s
+        self._checkpoint_updates = ctx.run.experts.checkpoint_updates
         self._watch = OrphanWatch(self._announce_s)
         self._limit = trio.CapacityLimiter(_AT_ONCE)
         self._tries = BoundedDict[Uid, int](LINKS)
@@ -301,12 +303,19 @@ class Adoption:
         await self._host.tell(uid)
 
     def _settled(self, uid: Uid, generation: int, taken: Pointer | None, copies: Sequence[KeptCopy]) -> None:
-        """Count what was lost: updates that were announced, or are in a newer checkpoint, beyond those we have."""
+        """Count what was lost: updates that were announced, or are in a newer checkpoint, beyond those we have.
+
+        Both are claims. Where a checkpoint proves some, they count for no more than a host makes between two, and for
+        as much again for each newer one that was of no use.
+        """
         known = [(copy.pointer.generation, copy.pointer.version) for copy in copies]
         last = self._watch.last(uid)
         known += [(last.generation, last.version)] if last is not None else []
         version = taken.version if taken is not None else 0
         lost = max(0, max(known)[1] - version)
+        if taken is not None:
+            of_no_use = [copy.pointer for copy in copies].index(taken)
+            lost = min(lost, (_BEYOND + of_no_use) * self._checkpoint_updates)
         self._tries.pop(uid, None)
         self._watch.forget(uid)
         self._checkpoints.began(uid, generation, version)

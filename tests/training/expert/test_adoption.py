@@ -85,6 +85,19 @@ async def test_an_orphan_is_adopted_within_two_periods_by_exactly_one_host_with_
         assert (pointer.generation, pointer.version, pointer.began) == (1, 40, 40)
 
 
+async def test_a_host_that_announced_more_updates_than_it_can_have_made_does_not_inflate_what_counts_as_lost(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with expert_swarm(tmp_path, RUN) as swarm:
+        liar, (adopter,) = await started(swarm, A, adopters=1)
+        liar.experts[A].model.version = 1 << 40
+        await liar.announce(A)
+        lose(swarm, "mortal")
+        await trio.sleep(5 * ANNOUNCE_S)
+        assert adopter.experts[A].model.version == 40
+        assert adopter.adoption.updates_lost == 2 * RUN.experts.checkpoint_updates
+
+
 @pytest.mark.parametrize("later_s", some([2.59, 0.0, 1.48, 4.07], 1))  # of the others' looks
 async def test_many_orphans_spread_over_several_hosts_and_none_is_adopted_twice(
     later_s: float, autojump_clock: MockClock, tmp_path: Path
