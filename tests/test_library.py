@@ -469,7 +469,7 @@ def test_a_process_ends_in_time_by_ctrl_c_and_when_closing_is_forgotten(where: s
             assert process.stdout.readline() == "at it\n", process.stderr and process.stderr.read()
             if where != "forgotten":
                 process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=60)
+            _, said = process.communicate(timeout=200)
         finally:
             process.kill()
     assert process.returncode == (0 if where == "forgotten" else -signal.SIGINT), said

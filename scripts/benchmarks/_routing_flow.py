@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -119,4 +119,4 @@ class FlowRoutes:
 
     def answered(self, now: float, sent: Sent, hops: Sequence[Hop], took_s: float) -> None: ...
 
-    def keep_only(self, peers: Collection[str]) -> None: ...
+    def update(self, rates: Mapping[str, float]) -> None: ...

@@ -19,7 +19,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -152,9 +152,9 @@ class Block:
         policy, _ = self._sent[id(sent)]
         self._policies[policy].answered(now, sent, hops, took_s)
 
-    def keep_only(self, peers: Collection[str]) -> None:
+    def update(self, rates: Mapping[str, float]) -> None:
         for policy in self._policies.values():
-            policy.keep_only(peers)
+            policy.update(rates)
 
 
 class Swarm:

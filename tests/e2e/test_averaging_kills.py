@@ -15,7 +15,7 @@ from tests.kit.amount import few, thorough
 from tests.kit.averagers import PHASES, Averager, averagers, expected, order
 from tests.kit.processes import Process, processes, run_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.alone, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.alone, pytest.mark.timeout(600)]
 
 SENDER_TIMEOUT_S = 2.0
 STEPS = 60
@@ -104,7 +104,7 @@ def test_a_replica_is_killed_in_mid_step_and_nothing_is_lost(tmp_path: Path, vic
         taken_s = time_of_steps(peers[1])
         assert taken_s < SENDER_TIMEOUT_S + 2.0 + 2 * usual_s
         for peer in peers:  # they end by themselves, after the last step
-            assert peer.popen.wait(60) == 0, peer.said
+            assert peer.popen.wait(200) == 0, peer.said
             assert re.search(r"finished .* lost=0\b", peer.said), peer.said
         first, second = (checkpoints(peer) for peer in peers)
         both = first.keys() & second.keys()

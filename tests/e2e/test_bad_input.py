@@ -290,7 +290,7 @@ def test_a_peer_whose_run_file_differs_is_told_which_key(tmp_path: Path) -> None
         first.wait_for("role.started role=stage")
         other = run_file(tmp_path, "optimizer: {lr: 0.5}\n", "other.yaml")
         second = started.join("second", "trainer", other, addr)
-        assert second.popen.wait(60) == 2, second.said
+        assert second.popen.wait(200) == 2, second.said
         assert "run 'e2e' is on its way with other settings: optimizer.lr is 0.5 here and 0.001 there" in second.said
         assert "Traceback" not in second.said
         assert first.popen.poll() is None
@@ -320,7 +320,7 @@ def test_a_peer_with_another_tokenizer_of_the_same_name_is_told_so_in_one_senten
         first = started.join("first", "stage", runs[0], addr)
         first.wait_for("role.started role=stage")
         second = started.join("second", "trainer", runs[1], addr)
-        assert second.popen.wait(60) == 2, second.said
+        assert second.popen.wait(200) == 2, second.said
         last = second.said.splitlines()[-1]
         own = f"model.vocab: {tmp_path}/brown/tokenizer.json differs from the run's (sha256 "
         assert last.startswith(f"peerd: run 'e2e' is on its way with other settings: {own}")

@@ -16,7 +16,7 @@ import pytest
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.socket,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes through /proc"),
 ]
 ALL = 7  # the demo, a backbone, four stage peers, a trainer
@@ -45,7 +45,7 @@ def started(demo: subprocess.Popen[str]) -> bool:
 
 def test_the_demo_trains_through_a_kill_and_prints_its_figures(tmp_path: Path) -> None:
     process = demo(tmp_path / "d", "--json", "--steps", "12")
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     found = json.loads(out.splitlines()[-1])
     assert found["steps"] == 12
@@ -80,7 +80,7 @@ def test_ctrl_c_stops_every_process_of_the_demo(tmp_path: Path) -> None:
     assert started(process)
     assert len(processes_of(tmp_path)) >= ALL
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=200)
     assert process.returncode == 0
     assert f"stopped; what there is lies in {tmp_path / 'd'}" in err
     assert processes_of(tmp_path) == []
@@ -104,7 +104,7 @@ def test_a_process_of_the_demo_that_fails_ends_it_with_its_last_words(tmp_path: 
     assert started(process)
     assert len(processes_of(tmp_path)) >= ALL
     os.kill(int((tmp_path / "d" / "backbone" / "lock").read_text()), signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=200)
     assert process.returncode == 1
     assert "peerd: backbone was ended by SIGKILL:" in err
     assert "| peer id 12D3KooW" in err

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.socket,
     pytest.mark.alone,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes through /proc"),
 ]
 
@@ -23,7 +23,7 @@ pytestmark = [
 @pytest.mark.thorough
 def test_the_experts_of_a_killed_host_come_back_with_the_weights_of_their_checkpoints(tmp_path: Path) -> None:
     process = demo(tmp_path / "d", "--kind", "moe", "--json", "--steps", "45")
-    out, err = process.communicate(timeout=280)
+    out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     found = json.loads(out.splitlines()[-1])
     assert found["steps"] == 45

@@ -11,7 +11,7 @@ import pytest
 from peerd.cli import invoke
 from tests.kit.processes import LISTEN, Process, processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
 RUN = """\
 run: line
 model: {d_model: 16, heads: 2, layers: 2, context: 16}
@@ -36,7 +36,7 @@ def test_a_volunteer_pastes_the_line_and_trains(tmp_path: Path) -> None:
     with processes(tmp_path) as started:
         backbone = started.backbone("--config", str(file))
         guest = started.start("guest", *line_of(backbone), "--listen", LISTEN)
-        assert guest.popen.wait(60) == 2
+        assert guest.popen.wait(200) == 2
         assert "add --yes" in guest.said
         guest = started.start("guest", *line_of(backbone), "--yes", "--listen", LISTEN)
         guest.wait_until(lambda: int(guest.role().get("step") or 0) >= 2, "it never trained", 90)
@@ -67,7 +67,7 @@ def test_a_run_with_tokens_gives_its_file_to_strangers_signed_and_nothing_else(
         command, link, *rest = line_of(backbone)
         assert rest == ["--token", "FILE"]
         guest = started.start("guest", command, link, "--yes", "--listen", LISTEN)
-        assert guest.popen.wait(60) == 2
+        assert guest.popen.wait(200) == 2
         assert f"signed by its organizer {ids[0]}" in guest.said
         assert f"for a token for peer {ids[1]}" in guest.said
         guest = started.start("guest", command, link, "--yes", "--token", token, "--listen", LISTEN)

@@ -11,7 +11,7 @@ import pytest
 from scripts.waiting import eventually
 from tests.kit.processes import LISTEN, Process, Processes, processes, run_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
 HANGS_S = 90.0  # nothing here takes a tenth of it on an idle machine
 
 

@@ -37,7 +37,7 @@ def test_three_processes_train_one_classifier_and_end_with_the_same_parameters(t
         assert processes[0].stdout is not None
         address = processes[0].stdout.readline().split()[-1]
         processes += [start(tmp_path, address) for _ in range(2)]
-        said = [process.communicate(timeout=90)[0] for process in processes]
+        said = [process.communicate(timeout=200)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -14,7 +14,7 @@ import pytest
 from scripts.waiting import eventually
 from tests.kit.processes import Process, Processes, processes, run_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
 
 
 def swarm(started: Processes, file: Path, stages: int = 2) -> tuple[Process, list[Process], Process]:

@@ -61,7 +61,7 @@ async def ours() -> AsyncIterator[Ours]:
         nursery.cancel_scope.cancel()
 
 
-async def until(what: Callable[[], Awaitable[object]], timeout_s: float = 30) -> None:
+async def until(what: Callable[[], Awaitable[object]], timeout_s: float = 60) -> None:
     with trio.fail_after(timeout_s):
         while not await what():  # noqa: ASYNC110 (a foreign process sends no events)
             await trio.sleep(0.05)

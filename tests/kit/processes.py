@@ -38,11 +38,11 @@ def run_file(folder: Path, extra: str = "", name: str = "run.yaml") -> Path:
 class Process(PeerdProcess):
     """One peerd process and everything it has said."""
 
-    def wait_for(self, text: str, timeout_s: float = 60.0) -> None:
+    def wait_for(self, text: str, timeout_s: float = 200.0) -> None:
         """Until it has said `text`; fails at once when it ends without."""
         self.wait_until(lambda: text in self.said, f"it never said {text!r}", timeout_s)
 
-    def wait_until(self, done: Callable[[], bool], complaint: str, timeout_s: float = 60.0) -> None:
+    def wait_until(self, done: Callable[[], bool], complaint: str, timeout_s: float = 200.0) -> None:
         eventually(lambda: done() or self.popen.poll() is not None, timeout_s)
         if not done():
             ended = self.popen.poll()
@@ -54,7 +54,7 @@ class Process(PeerdProcess):
         self.wait_until(lambda: bool(self.addr()), "it never listened")
         return self.addr()
 
-    def end(self, number: int = signal.SIGINT, timeout_s: float = 15.0) -> tuple[int, float]:
+    def end(self, number: int = signal.SIGINT, timeout_s: float = 60.0) -> tuple[int, float]:
         """Send a signal and wait: exit code and seconds."""
         began = time.monotonic()
         self.popen.send_signal(number)

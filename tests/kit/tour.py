@@ -49,7 +49,7 @@ class Running:
     def said(self) -> str:
         return self.log.read_text("utf-8", "replace")
 
-    def wait_for(self, pattern: str, patience_s: float = 60.0) -> re.Match[str]:
+    def wait_for(self, pattern: str, patience_s: float = 200.0) -> re.Match[str]:
         """Until it has printed what matches; fails at once when it ends without."""
         found: list[re.Match[str]] = []
 
@@ -62,12 +62,12 @@ class Running:
         assert there(), f"never said {pattern!r}:\n{self.said}"
         return found[0]
 
-    def until(self, done: Callable[[], bool], complaint: str, patience_s: float = 60.0) -> None:
+    def until(self, done: Callable[[], bool], complaint: str, patience_s: float = 200.0) -> None:
         """Until `done`; fails at once when the command ends before."""
         eventually(lambda: done() or self.popen.poll() is not None, patience_s)
         assert done(), f"{complaint}:\n{self.said}"
 
-    def ctrl_c(self, patience_s: float = 20.0) -> int:
+    def ctrl_c(self, patience_s: float = 60.0) -> int:
         self.popen.send_signal(signal.SIGINT)
         return self.popen.wait(patience_s)
 
@@ -85,13 +85,13 @@ class Shell:
         for folder in (self.home, self.home / "run"):
             folder.mkdir(mode=0o700, exist_ok=True)
 
-    def run(self, line: str, cwd: Path | None = None, patience_s: float = 90.0) -> Said:
+    def run(self, line: str, cwd: Path | None = None, patience_s: float = 200.0) -> Said:
         """Type one command and wait for its end."""
         said = self.ask(line, cwd, patience_s)
         print(f"$ {line}\n{said.text}[{said.code}]\n")
         return said
 
-    def ask(self, line: str, cwd: Path | None = None, patience_s: float = 90.0) -> Said:
+    def ask(self, line: str, cwd: Path | None = None, patience_s: float = 200.0) -> Said:
         """As `run`, of what the tour itself asks again and again: not in the transcript, which people read."""
         popen = self._start(line, cwd, subprocess.PIPE)
         try:

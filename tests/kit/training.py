@@ -147,7 +147,7 @@ def events(peers: Iterable[Peer]) -> list[str]:
     return [str(event) for peer in peers for event in peer.log.recent(30)]
 
 
-async def all_finished(s: Swarm, peers: Iterable[Peer], within_s: float = 60.0) -> None:
+async def all_finished(s: Swarm, peers: Iterable[Peer], within_s: float = 200.0) -> None:
     """Fails with what every peer told lately."""
     with trio.move_on_after(within_s) as limit:
         for peer in peers:

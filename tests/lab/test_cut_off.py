@@ -20,7 +20,7 @@ WATCHED_S = 8.0
 CUT_S = 20.0
 BREAK_S = 3.0  # a longer time between two steps is no pace
 
-pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def run_file(handover: str) -> dict[str, Any]:

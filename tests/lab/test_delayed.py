@@ -9,7 +9,7 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 BUSY = 0.25  # of the processor, by others: then it is not the lines that are waited for
 
-pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_delayed_run_is_faster_than_a_synchronous_one_on_slow_lines(monkeypatch: pytest.MonkeyPatch) -> None:

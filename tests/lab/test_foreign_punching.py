@@ -19,14 +19,14 @@ from tests.kit.foreign import command_line, require
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PORT = 4001
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 pytestmark = [
     pytest.mark.interop,
     pytest.mark.lab,
     pytest.mark.socket,
     pytest.mark.slow,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(600),
 ]
 
 

@@ -19,7 +19,7 @@ OTHERS = 3
 MBIT = 8e-6  # of a byte
 STARTS_S = 2.0  # connections begin slowly, and a limit allows a burst first: rates are those of the time after that
 
-pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 AnyHost = Host | WideHost

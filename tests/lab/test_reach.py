@@ -26,7 +26,7 @@ VERDICT_S = 5.0
 PUNCHED_S = 3.0
 PATIENCE_S = 10.0
 
-pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 RATE_MBIT = 40.0  # of a line: so slow that the processor is not what is waited for, also with coded activations
 BUSY = 0.25  # of the processor, by others: then it is not the lines that are waited for
 
-pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_pipeline_on_slow_lines_is_faster_with_dynamic8_and_keeps_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:

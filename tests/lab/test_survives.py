@@ -27,7 +27,7 @@ CALM_S = 3.0  # of calls that all succeed
 KINDS: dict[str, Kind] = {"home": "port-restricted", "flat": "port-restricted", "deep": "symmetric", "open": "none"}
 PAIRS = [("home", "flat"), ("home", "deep"), ("deep", "flat"), ("open", "home"), ("flat", "open")]
 
-pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.alone, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 PORT = 31337
 GO_WAITS_S = 90.0  # go-libp2p lets some time pass before it asks
 
-pytestmark = [pytest.mark.lab, pytest.mark.interop, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.interop, pytest.mark.socket, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(autouse=True)

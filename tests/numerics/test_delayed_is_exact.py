@@ -148,7 +148,7 @@ def put(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> Non
 
 
 async def finished(s: Swarm, peers: list[Peer]) -> None:
-    with trio.move_on_after(60) as limit:
+    with trio.move_on_after(200) as limit:
         for peer in peers:
             await peer.finished.wait()
     assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
@@ -190,7 +190,7 @@ async def test_a_conductor_and_a_member_die_with_early_work_and_the_others_agree
         await s.start("backbone", BackboneRole, None)
         living = [await s.start(f"replica{i}", TrainerRole, run) for i in range(4)]
         for conducts, since in ((True, 2), (False, 5)):
-            with trio.move_on_after(60) as limit:
+            with trio.move_on_after(200) as limit:
                 while living[0].role.replica.step < since - 1:  # who conducts is settled by then
                     await living[0].role.replica.moved()
                 acting = [peer for peer in living if peer.role.replica._services.conducting.acting]

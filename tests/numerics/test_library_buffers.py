@@ -62,7 +62,7 @@ class Loop(threading.Thread):
             while opt.global_step < STEPS:
                 if opt.global_step >= HALF:
                     self.half_way.set()
-                    assert self.goes_on.wait(30)
+                    assert self.goes_on.wait(200)
                 x, y = batch(MICROBATCH, generator)
                 nn.functional.cross_entropy(self.model(x), y).backward()
                 opt.step()
@@ -81,13 +81,13 @@ def test_a_replica_that_joins_late_has_the_running_statistics(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     tmp_path.chmod(0o700)
     first = Loop(1, how, pauses=True)
-    assert first.half_way.wait(30)
+    assert first.half_way.wait(200)
     second = Loop(2, how, bootstrap=[first.opt.address])
-    assert second.at_work.wait(30)
+    assert second.at_work.wait(200)
     assert 200 < float(second.first_look["0.running_mean"].mean()) < 400, "it begins with what the others have"
     first.goes_on.set()
     for loop in (first, second):
-        loop.join(60)
+        loop.join(200)
     print(how, [loop.accuracy() for loop in (first, second)])
     assert min(loop.accuracy() for loop in (first, second)) > 0.9
     assert first.opt.digest() == second.opt.digest()

@@ -135,7 +135,7 @@ class User(threading.Thread):
                 self.at_work.set()
                 if opt.global_step >= STEPS // 2:
                     self.half_way.set()
-                    assert self.goes_on.wait(30)
+                    assert self.goes_on.wait(200)
                 x = torch.randn(MICROBATCH, 6, dtype=torch.float64, generator=self._data)
                 self._books.current[opt._model] = x
                 self._books.of[opt._model] = [p.detach().clone() for p in self.model.parameters()]
@@ -153,7 +153,7 @@ class User(threading.Thread):
         return copy.deepcopy(self.model.state_dict())
 
     def address(self) -> list[str]:
-        assert self.listening.wait(30)
+        assert self.listening.wait(200)
         return [self.opt.address]
 
 
@@ -167,7 +167,7 @@ def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Books:
 
 def check_that_they_agree(books: Books, users: list[User]) -> None:
     for user in users:
-        user.join(60)
+        user.join(200)
         assert user.state, user.opt.status()
     assert all(len(digests) == 1 for digests in books.digests.values()), "peers differ"
     for user in users:
@@ -195,9 +195,9 @@ def test_three_loops_train_like_one(name: str, books: Books) -> None:
 def test_a_loop_that_joins_later_takes_the_state_over_and_goes_on_exactly(name: str, books: Books) -> None:
     make = OPTIMIZERS[name]
     first = User(1, make, books, pauses=True)
-    assert first.half_way.wait(30)
+    assert first.half_way.wait(200)
     second = User(2, make, books, bootstrap=first.address())
-    assert second.at_work.wait(30)
+    assert second.at_work.wait(200)
     assert second.opt.global_step == STEPS // 2
     first.goes_on.set()
     check(books, [first, second], make)
@@ -220,9 +220,9 @@ def test_torchs_schedulers_go_by_the_global_step_on_all_peers_and_on_one_that_jo
 ) -> None:
     make, scheduler = OPTIMIZERS["sgd"], SCHEDULERS[name]
     first = User(1, make, books, pauses=True, scheduler=scheduler)
-    assert first.half_way.wait(30)
+    assert first.half_way.wait(200)
     second = User(2, make, books, bootstrap=first.address(), scheduler=scheduler)
-    assert second.at_work.wait(30)
+    assert second.at_work.wait(200)
     first.goes_on.set()
     check(books, [first, second], make, scheduler)
     rates = {user.opt.param_groups[0]["lr"] for user in (first, second)}
@@ -233,9 +233,9 @@ def test_loops_that_average_in_low_rank_agree_also_with_one_that_joins_later(boo
     """Of the three tensors with gradients of their own, the 8 x 6 one travels in factors."""
     low_rank = {"code": "powersgd", "rank": 1}
     first = User(1, OPTIMIZERS["adamw"], books, pauses=True, **low_rank)
-    assert first.half_way.wait(30)
+    assert first.half_way.wait(200)
     second = User(2, OPTIMIZERS["adamw"], books, bootstrap=first.address(), **low_rank)
-    assert second.at_work.wait(30)
+    assert second.at_work.wait(200)
     first.goes_on.set()
     check_that_they_agree(books, [first, second])
     (ours,), (theirs,) = (user.opt._model.low_rank.state().values() for user in (first, second))

@@ -47,12 +47,12 @@ async def train(directory: Path, run: RunFile, victim: str, monkeypatch: pytest.
             stages.append(await s.start(f"stage{i}", StageRole, pinned))
         trainers = [await s.start(f"trainer{i}", TrainerRole, run) for i in range(2)]
         if victim != "nobody":
-            with trio.fail_after(60):
+            with trio.fail_after(200):
                 await begun(stages)
             conducts = victim == "conductor"
             may_die = [peer for peer in stages if peer.role._services.conducting.acting == conducts]
             stages.remove(await killed_mid_step(may_die, monkeypatch))
-        with trio.move_on_after(60) as limit:
+        with trio.move_on_after(200) as limit:
             for trainer in trainers:
                 await trainer.finished.wait()
         assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
@@ -83,7 +83,7 @@ async def killed_mid_step(peers: list[Any], monkeypatch: pytest.MonkeyPatch) -> 
         return outcome
 
     monkeypatch.setattr(ServedStage, "backward", backward)
-    with trio.fail_after(60):
+    with trio.fail_after(200):
         await holds.wait()
     found[0].kill()
     return found[0]

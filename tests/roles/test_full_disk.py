@@ -47,7 +47,7 @@ class Disk:
             if path.is_relative_to(self._folder):
                 self.tried.append(path.name)
                 if self.hangs:
-                    self.lets_go.wait(60)
+                    self.lets_go.wait(200)
                 if self.full:
                     path.write_bytes(b"as much as there was room for")
                     raise safetensors.SafetensorError(FULL)
@@ -58,14 +58,14 @@ class Disk:
 
 async def steps(peer: Peer, further: int) -> None:
     target = peer.role.step + further
-    with trio.move_on_after(60) as limit:
+    with trio.move_on_after(200) as limit:
         while peer.role.step < target:
             await peer.role.moved()
     assert not limit.cancelled_caught, "\n".join(events([peer]))
 
 
 async def saved(peer: Peer) -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(200):
         await peer.role.post.saving.written()
 
 

@@ -50,7 +50,7 @@ def write_sentences(folder: Path) -> Path:
 
 
 async def reaches(s: Swarm, peer: Peer, step: int) -> None:
-    with trio.move_on_after(60) as limit:
+    with trio.move_on_after(200) as limit:
         while peer.role.replica.position.step < step:
             await peer.role.replica.moved()
     assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))

@@ -47,7 +47,7 @@ async def whole(s: Swarm, run: RunFile, stage_peers: int = 4) -> list[Peer]:
     return peers
 
 
-async def reaches(s: Swarm, peer: Peer, step: int, timeout_s: float = 60.0) -> None:
+async def reaches(s: Swarm, peer: Peer, step: int, timeout_s: float = 200.0) -> None:
     with trio.move_on_after(timeout_s):
         while peer.role.position.step < step:
             await peer.role.moved()
@@ -95,7 +95,7 @@ async def test_a_newcomer_downloads_the_state_and_serves(tmp_path: Path, run: Ru
         assert any(event["name"] == "stage.downloaded" for event in new.log.recent())
         mate = next(p for p in peers if p.role.stage == new.role.stage)
         donors = mate.role.post.catching_up, new.role.post.catching_up
-        with trio.fail_after(60):
+        with trio.fail_after(200):
             while True:  # each copy is made between two steps; in the end both are of the same one
                 (one, ours), (other, theirs) = await donors[0].freeze(), await donors[1].freeze()
                 if one == other:
@@ -145,7 +145,7 @@ async def test_other_settings_are_named(tmp_path: Path, run: RunFile) -> None:
         ctx = s.peers["stage0"].role._ctx
         stranger = s.peers["trainer"].role._ctx
         with pytest.raises(ConfigError, match=r"optimizer\.lr is 0\.5 here and 0\.001 there"):
-            with trio.fail_after(30):
+            with trio.fail_after(200):
                 await TrainerRole(with_run(stranger, other)).run()
         assert ctx.run == pinned(run, 0)
 

@@ -104,7 +104,7 @@ def test_a_helper_makes_a_round_as_short_as_sending_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("setup", [next(iter(SETUPS)), *map(thorough, [*SETUPS][1:])])
 def test_a_round_takes_little_longer_than_the_model_allows(setup: str) -> None:
     took_s, bound_s = run_virtual(one_round, SETUPS[setup], 0, seed=1)

@@ -9,7 +9,7 @@ import pytest
 from tests.kit.processes import LISTEN, Processes, processes, run_file
 from tests.kit.tour import Shell, shells
 
-pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
 
 
 @pytest.mark.thorough

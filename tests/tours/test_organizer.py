@@ -12,7 +12,7 @@ import pytest
 from scripts.lab import WideLab, why_not_wide
 from tests.kit.tour import Running, Shell
 
-pytestmark = [pytest.mark.lab, pytest.mark.thorough, pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.lab, pytest.mark.thorough, pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
 
 RUN = """\
 run: stories

@@ -12,7 +12,7 @@ from scripts.waiting import eventually
 from tests.kit.processes import LISTEN, processes, run_file
 from tests.kit.tour import Shell, shells
 
-pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
 
 
 @pytest.mark.thorough

@@ -112,6 +112,7 @@ class MemberInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     ready: bool  # holds the parameters of the current step and serves
     client: bool = False  # it can dial, and not be dialed
     since: Moment = 0.0  # when it joined its stage; 0 of a helper
+    rate: WorkRateTold = 0.0  # microbatches a second, as far as batches bear it out; 0: not known
 
 
 class MemberNews(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

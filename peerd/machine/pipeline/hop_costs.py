@@ -19,13 +19,15 @@ import math
 import random
 import statistics
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.messages.handover import Hop
 from peerd.machine.pipeline.coordinates import Coordinates
+from peerd.machine.pipeline.priors import expected_s
 
 _SMOOTHING: Final = 0.3
 _TELLERS: Final = 8  # peers before one whose claims of its computing are remembered
@@ -37,6 +39,8 @@ _GUESSED: Final = 0.8  # of what coordinates say: each pair is tried once if it 
 _STALE_S: Final = 600.0  # after which what was measured is tried again, if it may have become better
 _CACHED: Final = 16384  # guesses that are kept until something was measured some times
 _REFRESHED_EVERY: Final = 8  # answers
+
+_UNPUBLISHED: Final = MappingProxyType[str, float]({})
 
 TRAINER: Final = ""  # the name of the trainer's own place
 
@@ -103,19 +107,20 @@ class HopCosts:
 
     # --- what is known ----------------------------------------------------------------------------------------
 
-    def services(self, names: Sequence[str], now: float) -> list[float]:
-        """Seconds that each of a stage's peers computes for a microbatch; the median where not known, 0 of none."""
+    def services(self, names: Sequence[str], now: float, rates: Mapping[str, float] = _UNPUBLISHED) -> list[float]:
+        """Seconds that each of a stage's peers computes for a microbatch. Where not known, what `rates`, as published,
+        let expect; else the median; 0 where nothing is known of any.
+        """
         found = [self._known.get(name) for name in names]
-        told = [known.service_s for known in found if known is not None]
-        if not told:
-            return [0.0] * len(names)
-        middle = statistics.median_low(told)
+        told = {name: known.service_s for name, known in zip(names, found, strict=True) if known is not None}
+        expected = {} if len(told) == len(names) else expected_s(told, {name: rates.get(name, 0.0) for name in names})
+        middle = statistics.median_low((told or expected).values()) if told or expected else 0.0
         least = middle / _FASTEST
         return [
-            middle
+            expected.get(name, middle)
             if known is None
             else max(least, min(known.service_s, middle) if known.is_doubtful(now) else known.service_s)
-            for known in found
+            for name, known in zip(names, found, strict=True)
         ]
 
     def doubted_s(self, name: str, now: float) -> float | None:

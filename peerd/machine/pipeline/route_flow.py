@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, TypeVar
 
@@ -41,6 +41,7 @@ class RouteFlow:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._costs = HopCosts(rng)
+        self._rates: Mapping[str, float] = {}  # as published
         self._under_way = Counter[str]()
         self._between = Counter[tuple[str, str]]()  # the same, on the ways from one peer to the next
         self._serving: frozenset[str] | None = None  # None: not told yet
@@ -74,7 +75,7 @@ class RouteFlow:
 
     def _prices(self, names: Sequence[str], now: float) -> list[float]:
         """Seconds until each peer has computed one more microbatch."""
-        services = self._costs.services(names, now)
+        services = self._costs.services(names, now, self._rates)
         slowest_s = max(services)
         prices = []
         for name, service_s in zip(names, services, strict=True):
@@ -108,8 +109,8 @@ class RouteFlow:
         most = [loads.get(hop.peer, 0) + self._under_way[hop.peer] for hop in hops]
         self._costs.answered(now, hops, took_s, most)
 
-    def keep_only(self, peers: Collection[str]) -> None:
-        serving = frozenset(peers)
+    def update(self, rates: Mapping[str, float]) -> None:
+        self._rates, serving = rates, frozenset(rates)
         if self._serving is None or not self._serving <= serving:  # some have gone: rare, and a look at all pairs
             self._costs.keep_only(serving)
         self._serving = serving

@@ -6,7 +6,7 @@ the answers say. Which peers may be asked is not its business: failures, rests a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,8 +43,8 @@ class RoutePolicy(Protocol):
         """A way from the first stage on was answered after so long; `hops`: claims of the peers that took part."""
         ...
 
-    def keep_only(self, peers: Collection[str]) -> None:
-        """Forget all others: these serve."""
+    def update(self, rates: Mapping[str, float]) -> None:
+        """These serve, each at its published rate, 0: unknown; forget all others."""
         ...
 
 
@@ -65,4 +65,4 @@ class InTurn:
 
     def answered(self, now: float, sent: Sent, hops: Sequence[Hop], took_s: float) -> None: ...
 
-    def keep_only(self, peers: Collection[str]) -> None: ...
+    def update(self, rates: Mapping[str, float]) -> None: ...

@@ -10,13 +10,15 @@ seconds.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from peerd.machine.pipeline.priors import expected_s
 from peerd.machine.rate.backoff import backoff_s
 
 BACKWARD_COST = 2.5  # of a forward; the paper's code uses the same
-_UNMEASURED_S = 1.0  # virtual seconds a unit costs before a peer's first answer: probed at once, never flooded
+# Virtual seconds a unit costs before the first answer of a peer with no published rate: probed at once, never flooded.
+_UNMEASURED_S = 1.0
 _SMOOTHING = 0.1
 _FIRST_REST_S = 0.5
 _LONGEST_REST_S = 30.0
@@ -42,10 +44,15 @@ class Wiring:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._peers: dict[str, _Peer] = {}
+        self._rates: dict[str, float] = {}  # as published
 
-    def update(self, living: Iterable[str]) -> None:
-        """These peers serve the stage now; new ones start level with the one that is next."""
+    def update(self, living: Iterable[str], rates: Mapping[str, float] | None = None) -> None:
+        """These peers serve the stage now; new ones start level with the one that is next.
+
+        `rates`: work per second of each, as published; see `priors`.
+        """
         names = sorted(set(living))
+        self._rates = dict(rates or {})
         floor = min((p.finish for p in self._peers.values()), default=0.0)
         for name in names:
             if name not in self._peers:
@@ -70,8 +77,20 @@ class Wiring:
     def charge(self, name: str, cost: float) -> None:
         """`name` gets a task of `cost` units, whoever chose it."""
         peer = self._peers[name]
-        peer.finish += cost * (self.seconds_per_unit(name) or _UNMEASURED_S)
+        peer.finish += cost * (self.seconds_per_unit(name) or self._expected_s(name))
         peer.tie = self._rng.random()
+
+    def rates(self) -> dict[str, float]:
+        """The peers, each with its published rate; 0: not known."""
+        return {name: self._rates.get(name, 0.0) for name in self._peers}
+
+    def _expected_s(self, name: str) -> float:
+        """Virtual seconds that a unit costs at a peer that has not answered yet."""
+        if not self._rates.get(name):
+            return _UNMEASURED_S
+        measured_s = {other: seconds for other in self._peers if (seconds := self.seconds_per_unit(other))}
+        units = {other: rate * (1.0 + BACKWARD_COST) for other, rate in self._rates.items()}
+        return expected_s(measured_s, units).get(name, _UNMEASURED_S)
 
     def _awake(self, now: float, avoid: Collection[str], never: Collection[str]) -> list[str]:
         peers = sorted(self._peers.items())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from peerd.core.messages.swarm import PostLoad
@@ -73,6 +73,10 @@ class Beliefs:
         if claim.rate * claim.busy * seconds > _STATED * (done + 1):
             return done / seconds
         return min(max(claim.rate, done / seconds), HEADROOM * (done + 1) / seconds)
+
+    def borne_out(self, posts: Iterable[str]) -> dict[str, float]:
+        """The rates of the posts that are measured."""
+        return {post: rate for post in posts if (rate := self.measured(post))}
 
     def rates(self, posts: Sequence[str]) -> dict[str, float]:
         """The rate of each post; of those that are not measured yet, that of a usual device in their stage."""

@@ -62,6 +62,7 @@ class Rebalancing:
         """A step was made, with so many microbatches of each post; `ready`: the posts that stand behind it."""
         self._beliefs.keep_only(self._roster.entries)
         self._beliefs.step_made(now, done, ready)
+        self._roster.note_rates(self._beliefs.borne_out(self._roster.entries))
         step_s = 0.0 if self._step_at is None else now - self._step_at  # the next one is thought to take as long
         self._step_at = now
         if not self._orders_moves:

@@ -8,13 +8,15 @@ there are never more than MAX_MEMBERS members.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from peerd.core.messages.swarm import MAX_MEMBERS, LineInfo, Mb, MemberInfo, Position
 from peerd.machine.averaging.work_split import Lines
 from peerd.machine.swarm.events import MemberHello
 
+_NEWS: Final = 1.25  # times more, or less: another rate
 START = Position(0, b"")  # where every peer begins: parameters are a pure function of the run's seed
 
 
@@ -79,6 +81,7 @@ class Roster:
         self.entries: dict[str, RosterEntry] = {}  # by post
         self._at: list[dict[Position, dict[str, None]]] = [{} for _ in self.stages]  # posts by stage and position
         self.lines = Lines()
+        self._rates: dict[str, float] = {}  # of posts, as the list of members has them
         self.version = 1  # of what members see
         self.listed = 1  # of these, the last that may be a change of the list of members,
         self._listed_of = 0, 0  # and the numbers of changes of lines and stands then
@@ -107,6 +110,7 @@ class Roster:
         """The entry of a member that is gone; None: it had none, it may have been a helper."""
         self._leave(peer)
         entry = self.entries.pop(peer, None)
+        self._rates.pop(peer, None)
         self.stands += 1
         if self.lines.forget(peer) or entry is not None:
             self.change()
@@ -138,6 +142,17 @@ class Roster:
     def note_line(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...]) -> None:
         """The line of a member, or of a helper of `stage`, as it states it."""
         if self.lines.tell(peer, stage, line, addrs):
+            self.change()
+
+    def note_rates(self, rates: Mapping[str, float]) -> None:
+        """The rates that members are believed to have, for the list of members: small changes are no news."""
+        news = {
+            post: rate
+            for post, rate in rates.items()
+            if post in self.entries and not _same_rate(rate, self._rates.get(post, 0.0))
+        }
+        if news:
+            self._rates |= news
             self.change()
 
     def change(self, *, listed: bool = True) -> None:
@@ -197,7 +212,19 @@ class Roster:
     def members(self, serves: Callable[[str, Position], bool]) -> list[MemberInfo]:
         """Every living member, sorted by post, and then the helpers. `serves`: is one that stands there ready?"""
         members = [
-            MemberInfo(peer, m.stage, list(m.addrs), serves(peer, m.position), self.lines.is_client(peer), m.since)
+            MemberInfo(
+                peer=peer,
+                stage=m.stage,
+                addrs=list(m.addrs),
+                ready=serves(peer, m.position),
+                client=self.lines.is_client(peer),
+                since=m.since,
+                rate=self._rates.get(peer, 0.0),
+            )
             for peer, m in sorted(self.entries.items())
         ]
         return members + self.lines.helpers()
+
+
+def _same_rate(one: float, other: float) -> bool:
+    return one == other or max(one, other) <= _NEWS * min(one, other)

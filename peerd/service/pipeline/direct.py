@@ -324,7 +324,7 @@ class DirectPipeline:
         self._serving.clear()
         self._serving.update((m.peer, m.stage) for m in members if m.since)
         self._peers.update(members)
-        self._policy.keep_only(self._peers.names())
+        self._policy.update(self._peers.rates())
 
     def peers(self) -> int:
         """Stage peers that may be called."""

@@ -89,10 +89,11 @@ class StagePeers:
         ready = [m for m in members if m.ready]
         self._clients = {m.peer for m in ready if m.client}
         for stage, wiring in enumerate(self._wirings):
-            peers = {m.peer for m in ready if m.stage == stage}
+            rates = {m.peer: m.rate for m in ready if m.stage == stage}
+            peers = set(rates)
             if self._route is not None:
                 peers = set(self._route.allowed(stage, sorted(peers)))
-            wiring.update(peers)
+            wiring.update(peers, rates)
             self._times[stage].keep_only(peers)
             self._uplinks[stage] = {peer: rate for peer, rate in self._uplinks[stage].items() if peer in peers}
         self._reach.keep_only({m.peer for m in ready})
@@ -101,9 +102,9 @@ class StagePeers:
                 scope.cancel()
         self._changed.notify()
 
-    def names(self) -> set[str]:
-        """Those that serve any stage."""
-        return {name for wiring in self._wirings for name in wiring}
+    def rates(self) -> dict[str, float]:
+        """Those that serve any stage, each with its published rate; 0: not known."""
+        return {name: rate for wiring in self._wirings for name, rate in wiring.rates().items()}
 
     # --- reachability -----------------------------------------------------------------------------------------
 

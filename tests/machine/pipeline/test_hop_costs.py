@@ -35,6 +35,16 @@ def test_a_peer_that_is_not_known_is_taken_for_a_usual_one_nearby() -> None:
     assert one.between("first", ["a", "b", "c", "new"], 0.0) == [8.0, 7.0, 5.0, 5.0]
 
 
+def test_a_peer_that_is_not_known_is_expected_to_be_as_fast_as_its_published_rate_makes_it_beside_others() -> None:
+    one = costs()
+    rates = {"a": 2.0, "b": 1.0, "c": 0.5, "new": 0.25, "liar": 1e9}
+    for before in ("first", "second"):
+        for name, seconds in (("a", 1.0), ("b", 2.0), ("c", 4.0)):
+            one.answered(0.0, [Hop(before, RECEIPT, 1.0, 0.0, 9.0), Hop(name, RECEIPT, seconds)], 11.0, [0, 0])
+    assert one.services(["a", "b", "c", "new", "liar", "silent"], 0.0, rates) == [1.0, 2.0, 4.0, 8.0, 1.0, 2.0]
+    assert costs().services(["a", "b", "c", "silent"], 0.0, rates) == [0.5, 1.0, 2.0, 1.0]
+
+
 def test_one_peer_alone_is_not_believed_that_another_is_slow() -> None:
     one = costs()
     for before, name, seconds in (("p", "a", 1.0), ("q", "a", 1.0), ("liar", "b", 9.0), ("liar", "b", 9.0)):

@@ -42,6 +42,27 @@ def test_a_newcomer_gets_a_task_soon_and_is_not_flooded() -> None:
     assert picks.count("new") == 1
 
 
+def test_before_any_answer_shares_follow_published_rates() -> None:
+    wiring = Wiring(random.Random(1))
+    wiring.update(["fast", "slow"], {"fast": 30.0, "slow": 15.0})
+    count = Counter(wiring.pick(0.0, 1.0) for _ in range(300))
+    assert abs(count["fast"] - 200) <= 2
+
+
+def test_a_newcomer_with_a_published_rate_gets_its_share_at_once_and_what_is_measured_counts_more() -> None:
+    wiring = Wiring(random.Random(1))
+    rates = {"a": 10.0, "b": 10.0, "new": 5.0, "unknown": 0.0}
+    wiring.update(["a", "b"], rates)
+    serve(wiring, {"a": 0.1, "b": 0.1}, 50)
+    wiring.update(["a", "b", "new"], rates)
+    picks = Counter(wiring.pick(100.0, 1.0) for _ in range(50))
+    assert abs(picks["new"] - 10) <= 1
+    count = serve(wiring, {"a": 0.1, "b": 0.1, "new": 0.1}, 600)
+    assert abs(count["new"] - 200) <= 25, "it is as fast as the others, whatever was published of it"
+    wiring.update(rates, rates)
+    assert [wiring.pick(200.0, 1.0) for _ in range(6)].count("unknown") == 1
+
+
 def test_a_failed_peer_rests_longer_each_time_and_returns() -> None:
     wiring = Wiring(random.Random(1))
     wiring.update(["a"])

@@ -28,6 +28,11 @@ def test_an_idle_peer_is_believed_to_be_faster_than_what_it_did() -> None:
     assert beliefs({"a/0": 10}, a_0=2.0).measured("a/0") == pytest.approx(2.0)
 
 
+def test_a_post_that_is_not_measured_has_no_rate_to_publish() -> None:
+    said = beliefs({"a/0": 10}, a_0=2.0, new_0=9.0)
+    assert said.borne_out(["a/0", "new/0"]) == {"a/0": pytest.approx(2.0)}
+
+
 def test_a_boast_is_worth_a_few_times_what_was_done_at_most() -> None:
     said = beliefs({"a/0": 10, "b/0": 0}, a_0=1e6, b_0=1e6)
     assert said.measured("a/0") == pytest.approx(HEADROOM * 61 / 60)

@@ -132,6 +132,23 @@ def test_the_list_of_members_has_a_version_of_its_own() -> None:
         assert roster.listed < roster.version
 
 
+def test_the_list_of_members_names_rates_and_small_changes_of_them_are_no_news() -> None:
+    roster = two_stages()
+    version = roster.listed
+    roster.note_rates({"a": 4.0, "b": 2.0, "stranger": 1.0})
+    assert {m.peer: m.rate for m in roster.members(lambda peer, position: True)} == {"a": 4.0, "b": 2.0, "c": 0.0}
+    assert roster.listed > version
+    version = roster.version
+    roster.note_rates({"a": 4.9, "b": 1.7})
+    assert roster.version == version
+    roster.note_rates({"a": 5.1, "b": 1.7})
+    assert roster.listed > version
+    assert [m.rate for m in roster.members(lambda peer, position: True)] == [5.1, 2.0, 0.0]
+    roster.remove("a")
+    roster.enter(hello("a", START))
+    assert roster.members(lambda peer, position: True)[0].rate == 0.0, "another one may have come in its place"
+
+
 def test_checkpoints_that_a_member_names_again_are_no_news() -> None:
     roster = two_stages()
     roster.note_saved("a", [ONE])
