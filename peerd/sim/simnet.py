@@ -54,7 +54,6 @@ class NetConfig:
     """Properties of the whole network."""
 
     window_bytes: int = 1 << 20  # of one link and direction: under way or unread, then the writer waits
-    slow_start: bool = False  # links begin slowly, and again after a pause, as those of TCP do
     dial_failure: float = 0.0  # probability that a dial fails although it could succeed
     link_life_s: float = math.inf  # mean time after which a link breaks by itself (exponential)
     give_up_s: float = 900.0  # a link whose bytes can't pass for so long breaks for the writer (Linux: about 924 s)
@@ -147,11 +146,6 @@ class SimNet:
     def window_bytes(self) -> int:
         """Window of one link and direction."""
         return self.config.window_bytes
-
-    @property
-    def slow_start(self) -> bool:
-        """True where links have congestion windows."""
-        return self.config.slow_start
 
     def node_at(self, ip: str) -> SimNode | None:
         return self._by_ip.get(ip)

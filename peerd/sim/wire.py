@@ -4,9 +4,8 @@ A pipe takes segments from its writer while fewer than `window_bytes` are on the
 each through the source's uplink, the path with its own line, if it has one, and the target's downlink, and hands them
 to its reader in order. Each passes bits on as they come: only the slowest one's time counts. Loss means delay, as over
 TCP: a lost packet comes again after the retransmission time and everything behind it waits. What can't pass (partition,
-dead or stalled node) is held and tried again. With a `CongestionWindow`, which not all networks have, a pipe starts
-slowly as TCP does. Not modelled: loss by congestion, headers, acknowledgements of the reader (room in its window is
-known at once to the writer).
+dead or stalled node) is held and tried again. Not modelled: congestion control, headers, acknowledgements (room in the
+window is known at once to the writer).
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ PACKET_BYTES: Final = 1448  # what one Ethernet packet carries of a TCP stream; 
 MOMENT_S: Final = 0.0005  # segments that take less on a line are not worth an event for their start
 RETRANSMIT_MIN_S: Final = 0.2  # Linux' floor for the retransmission timer
 RETRANSMIT_MAX_S: Final = 120.0  # its ceiling (RFC 6298 allows 60 s or more)
-_FIRST_WINDOW_BYTES: Final = 10 * PACKET_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -125,11 +123,6 @@ class Medium(Protocol[M]):
         """Window of a pipe: bytes on the way or unread."""
         ...
 
-    @property
-    def slow_start(self) -> bool:
-        """True where pipes have congestion windows."""
-        ...
-
     def bottleneck(self, source: M, target: M) -> SimulatedLine | None:
         """The line that all bytes from `source` to `target` share; None: the path has no limit of its own."""
         ...
@@ -147,43 +140,6 @@ class Medium(Protocol[M]):
     def note_delivery(self, source: M, target: M, data: bytes) -> None: ...
 
 
-class CongestionWindow:
-    """A sender's congestion window on a path without loss, as TCP has it: slow start, and a fall while nothing is sent.
-
-    It begins with ten packets (RFC 6928), grows by what is acknowledged while it is what holds the sender back (RFC
-    5681), and is halved for each retransmission time in which nothing was sent, down to where it began (RFC 2861; Linux
-    does so by default). So who sends in bursts needs some round trips of each to be as quick as before. `now`: seconds,
-    never less than before.
-    """
-
-    def __init__(self, retransmit_s: float) -> None:
-        self.bytes = _FIRST_WINDOW_BYTES
-        self._retransmit_s = retransmit_s
-        self._under_way = 0  # sent and not acknowledged
-        self._sent_at: float | None = None
-        self._held_back = False
-
-    def room(self, now: float) -> int:
-        """The number of bytes that may be sent now."""
-        if self._sent_at is not None and not self._under_way:
-            rests = int((now - self._sent_at) / self._retransmit_s)
-            self.bytes = max(_FIRST_WINDOW_BYTES, self.bytes >> rests)
-            self._sent_at += rests * self._retransmit_s
-        return max(0, self.bytes - self._under_way)
-
-    def sent(self, size: int, now: float) -> None:
-        """Count bytes that leave."""
-        self._under_way += size
-        self._sent_at = now
-        self._held_back = self._under_way >= self.bytes
-
-    def acknowledged(self, size: int) -> None:
-        """Count bytes that have arrived, as the sender hears of it."""
-        if self._held_back:
-            self.bytes += size
-        self._under_way -= size
-
-
 class Pipe(Generic[N]):
     """One direction of a connection, from a writer on `source` to a reader on `target`."""
 
@@ -199,8 +155,6 @@ class Pipe(Generic[N]):
         self.writer_gone = False  # its machine is dead: nothing more leaves
         self.on_refused: Callable[[], None] = lambda: None  # bytes came to a reader that is gone
         self.on_given_up: Callable[[], None] = lambda: None  # retransmission went on for too long
-        retransmit_s = 2 * net.latency(source, target) + RETRANSMIT_MIN_S
-        self._congestion = CongestionWindow(retransmit_s) if net.slow_start else None
         self.floor_s = trio.current_time()  # nothing arrives before what was sent before it
         self._arrived: deque[bytes] = deque()
         self._held: deque[Segment] = deque()
@@ -217,10 +171,7 @@ class Pipe(Generic[N]):
         if between is not None:
             slower = min(slower, between.bytes_per_s)
         turn_bytes = int(min(max(TURN_S * slower, TURN_BYTES_MIN), TURN_BYTES_MAX))
-        room = min(turn_bytes, self.net.window_bytes - self.unread_bytes)
-        if self._congestion is not None:
-            room = min(room, self._congestion.room(trio.current_time()))
-        return max(0, room)
+        return max(0, min(turn_bytes, self.net.window_bytes - self.unread_bytes))
 
     async def wait_room(self) -> None:
         await self._writer.park()
@@ -229,8 +180,6 @@ class Pipe(Generic[N]):
         """Take bytes of the writer, no more than there is room for."""
         self.unread_bytes += len(data)
         self.source.sent_bytes += len(data)
-        if self._congestion is not None:
-            self._congestion.sent(len(data), trio.current_time())
         self.source.uplink.offer(Segment(self, data, last))
 
     def fail_writer(self, why: str) -> None:
@@ -303,7 +252,6 @@ class Pipe(Generic[N]):
 
     def deliver(self, segment: Segment) -> None:
         """The downlink has it: to the reader."""
-        self._acknowledge(len(segment.data))
         if self.reader_gone:
             self.on_refused()
             return
@@ -316,17 +264,6 @@ class Pipe(Generic[N]):
             self._arrived.append(data)
         self.ended = self.ended or segment.last
         self._reader.unpark_all()
-
-    def _acknowledge(self, size: int) -> None:
-        """Let the writer's system hear, after the way back, that so many bytes have arrived."""
-        if (congestion := self._congestion) is None:
-            return
-
-        def heard() -> None:
-            congestion.acknowledged(size)
-            self._writer.unpark_all()
-
-        self.net.agenda.at(trio.current_time() + self.net.latency(self.target, self.source), heard)
 
     # --- held back ---
 

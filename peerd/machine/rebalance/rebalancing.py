@@ -8,6 +8,7 @@ where they help most.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from peerd.core.messages.swarm import PostLoad
 from peerd.machine.rebalance.beliefs import Beliefs
@@ -17,6 +18,8 @@ from peerd.machine.rebalance.rebalancer import RebalanceConfig
 from peerd.machine.swarm.events import Note, Output, SendTransfer
 from peerd.machine.swarm.posts import peer_of, post_name, short
 from peerd.machine.swarm.roster import Roster
+
+_PUBLISHED: Final = 64  # posts at a step
 
 
 class Rebalancing:
@@ -28,6 +31,7 @@ class Rebalancing:
         self._moves = OrderedMoves(config, peer_of(own))
         self._wished_for: dict[Transfer, str] = {}  # planned moves, and why
         self._step_at: float | None = None  # when the last step was made
+        self._published = 0  # posts, in order, whose rates were published in this round
 
     def told(self, post: str, load: PostLoad) -> None:
         """A member states its load."""
@@ -62,7 +66,7 @@ class Rebalancing:
         """A step was made, with so many microbatches of each post; `ready`: the posts that stand behind it."""
         self._beliefs.keep_only(self._roster.entries)
         self._beliefs.step_made(now, done, ready)
-        self._roster.note_rates(self._beliefs.borne_out(self._roster.entries))
+        self._publish_rates()
         step_s = 0.0 if self._step_at is None else now - self._step_at  # the next one is thought to take as long
         self._step_at = now
         if not self._orders_moves:
@@ -75,6 +79,13 @@ class Rebalancing:
             out.append(SendTransfer(post_name(one.peer, one.source), one.target, why))
             out.append(Note(f"peer {short(one.peer)} is to go from stage {one.source} to stage {one.target}: {why}"))
         return out
+
+    def _publish_rates(self) -> None:
+        """Put believed rates in the list of members: of some posts at each step, in turn."""
+        posts = sorted(self._roster.entries)
+        at = self._published if self._published < len(posts) else 0
+        self._published = at + _PUBLISHED
+        self._roster.note_rates(self._beliefs.borne_out(posts[at : self._published]))
 
     def capacity(self) -> list[float]:
         """Microbatches a second that the members of each stage can do; empty while nothing is known."""

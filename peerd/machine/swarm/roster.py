@@ -16,7 +16,7 @@ from peerd.core.messages.swarm import MAX_MEMBERS, LineInfo, Mb, MemberInfo, Pos
 from peerd.machine.averaging.work_split import Lines
 from peerd.machine.swarm.events import MemberHello
 
-_NEWS: Final = 1.25  # times more, or less: another rate
+_NEWS: Final = 1.5  # times more, or less: another rate
 START = Position(0, b"")  # where every peer begins: parameters are a pure function of the run's seed
 
 

@@ -139,11 +139,11 @@ def test_the_list_of_members_names_rates_and_small_changes_of_them_are_no_news()
     assert {m.peer: m.rate for m in roster.members(lambda peer, position: True)} == {"a": 4.0, "b": 2.0, "c": 0.0}
     assert roster.listed > version
     version = roster.version
-    roster.note_rates({"a": 4.9, "b": 1.7})
+    roster.note_rates({"a": 5.9, "b": 1.4})
     assert roster.version == version
-    roster.note_rates({"a": 5.1, "b": 1.7})
+    roster.note_rates({"a": 6.1, "b": 1.4})
     assert roster.listed > version
-    assert [m.rate for m in roster.members(lambda peer, position: True)] == [5.1, 2.0, 0.0]
+    assert [m.rate for m in roster.members(lambda peer, position: True)] == [6.1, 2.0, 0.0]
     roster.remove("a")
     roster.enter(hello("a", START))
     assert roster.members(lambda peer, position: True)[0].rate == 0.0, "another one may have come in its place"
