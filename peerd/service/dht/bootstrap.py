@@ -1,11 +1,16 @@
-"""The way into the swarm: the bootstrap addresses, each tried until it answers, and again whenever it is lost.
+"""The way into the swarm: bootstrap addresses, each tried until it answers, and again whenever it is lost.
 
-Keeps a connection to each entry peer, so that two halves of a swarm that lost sight of each other meet again there.
-Says for each address what came of it, in words that a user can act on. Knows nothing about the DHT.
+Keeps connections to three entry peers, so that two halves of a swarm that lost sight of each other meet again there.
+Of more addresses each peer draws for itself, and the others are in reserve: the entry peers of a large swarm would else
+be full, and would close, for each peer that comes, the connection of another, which comes back. Says for each address
+what came of it, in words that a user can act on. Knows nothing about the DHT.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +26,8 @@ from peerd.net.host.host import Host
 
 _OURSELVES: Final = "that is this peer itself"  # as the host and the hand-shake say it
 _OTHER_PEER: Final = re.compile(r"expected (\w+), but the peer there is (\w+)")
+KEPT: Final = 3  # connections
+_STOOD_S: Final = 60.0  # a connection that ended sooner is not sought again at once: its peer may be full
 NO_PEERD: Final = "answers, but is no peerd peer"  # as the hand-shake says it, too, with what it heard instead
 
 
@@ -30,6 +37,7 @@ class _Entry:
     peer: PeerId | None = None  # the peer there, once we are connected
     problem: str = ""
     attempts: int = 0
+    delay_s: float = 0.0  # before the next one
     gone: trio.Event = field(default_factory=trio.Event)  # the connection to `peer` has closed
 
 
@@ -37,7 +45,12 @@ class EntryPoints:
     """Tries and keeps bootstrap addresses; calls `met(peer, addr)` at each new connection."""
 
     def __init__(
-        self, host: Host, met: Callable[[PeerId, Multiaddr], None], retry_s: float, longest_retry_s: float
+        self,
+        host: Host,
+        met: Callable[[PeerId, Multiaddr], None],
+        retry_s: float,
+        longest_retry_s: float,
+        rng: random.Random,
     ) -> None:
         self.settled = trio.Event()  # set by the owner once it has joined, and here when there is no way to join by
         self.failed = trio.Event()  # every address has been tried, and none led to a peer that answers
@@ -46,15 +59,21 @@ class EntryPoints:
         self._met = met
         self._retry_s = retry_s
         self._longest_retry_s = longest_retry_s
+        self._rng = rng
         self._entries: list[_Entry] = []
+        self._waiting: list[tuple[float, int, _Entry]] = []  # a heap: those without a connection, by their next attempt
+        self._count = itertools.count()
 
     def start(self, nursery: trio.Nursery, bootstrap: Sequence[Multiaddr]) -> None:
         """Begin; our own address among them means nothing."""
         others = [addr for addr in dict.fromkeys(bootstrap) if split_peer(addr)[1] != self._host.id]
         self._entries = [_Entry(addr) for addr in others]
         self._settle_if_none()
-        for entry in self._entries:
-            nursery.start_soon(self._keep, entry)
+        for entry in self._rng.sample(self._entries, len(self._entries)):
+            entry.delay_s = self._retry_s
+            self._wait(entry, 0.0)
+        for _ in self._entries[:KEPT]:
+            nursery.start_soon(self._keep)
 
     def peers(self) -> list[PeerId]:
         """Those that are connected."""
@@ -98,7 +117,8 @@ class EntryPoints:
             return f"bootstrap {problems[0]}{more}"
         if any(entry.peer is not None for entry in self._entries):
             return "the first answer of a bootstrap peer"
-        return f"a connection to bootstrap {self._entries[0].addr}"
+        tried = [entry for entry in self._entries if entry.attempts] or self._entries
+        return f"a connection to bootstrap {tried[0].addr}"
 
     def status(self) -> list[dict[str, Any]]:
         """Plain data: each address, whether it is connected, and if not, why."""
@@ -108,6 +128,7 @@ class EntryPoints:
                 "connected": entry.peer is not None,
                 "problem": entry.problem or None,
                 "attempts": entry.attempts,
+                "in_reserve": not entry.attempts,
             }
             for entry in self._entries
         ]
@@ -126,28 +147,41 @@ class EntryPoints:
         if self._note_failures():
             self.settled.set()
 
-    async def _keep(self, entry: _Entry) -> None:
-        delay_s = self._retry_s
-        while True:
-            entry.attempts += 1
-            try:
-                entry.peer = await self._host.connect_addr(entry.addr)
-            except RemoteError as error:
-                if _OURSELVES in str(error.args[0]):  # an address without a peer's id, and it is ours
-                    self._entries.remove(entry)
-                    return self._settle_if_none()
-                entry.problem = _describe(entry.addr, error)
-                if self._note_failures():
-                    self.settled.set()
-                await trio.sleep(delay_s)
-                delay_s = min(2 * delay_s, self._longest_retry_s)
+    def _wait(self, entry: _Entry, until_s: float) -> None:
+        heapq.heappush(self._waiting, (until_s, next(self._count), entry))
+
+    async def _keep(self) -> None:
+        """Keep one connection, to whichever entry peer is next."""
+        while self._waiting:  # there is one for each of us, unless it was our own address
+            due_s, _, entry = heapq.heappop(self._waiting)
+            await trio.sleep_until(due_s)
+            if not await self._hold(entry):
+                self._entries.remove(entry)
+                self._settle_if_none()
                 continue
-            entry.problem, delay_s = "", self._retry_s
-            self._met(entry.peer, entry.addr)
-            if entry.peer in self._host.connected():
-                await entry.gone.wait()
-            entry.peer, entry.gone = None, trio.Event()
-            await trio.sleep(delay_s)
+            self._wait(entry, trio.current_time() + entry.delay_s)
+            entry.delay_s = min(2 * entry.delay_s, self._longest_retry_s)
+
+    async def _hold(self, entry: _Entry) -> bool:
+        """Connect, and wait until the connection has ended; False when the address is our own."""
+        entry.attempts += 1
+        try:
+            entry.peer = await self._host.connect_addr(entry.addr)
+        except RemoteError as error:
+            if _OURSELVES in str(error.args[0]):  # an address without a peer's id, and it is ours
+                return False
+            entry.problem = _describe(entry.addr, error)
+            if self._note_failures():
+                self.settled.set()
+            return True
+        began_s, entry.problem = trio.current_time(), ""
+        self._met(entry.peer, entry.addr)
+        if entry.peer in self._host.connected():
+            await entry.gone.wait()
+        entry.peer, entry.gone = None, trio.Event()
+        if trio.current_time() - began_s >= _STOOD_S:
+            entry.delay_s = self._retry_s
+        return True
 
 
 def _describe(addr: Multiaddr, error: RemoteError) -> str:

@@ -84,7 +84,8 @@ class Dht:
         self._kad = Kademlia(keypair, verifier, clock.rng("dht"), self._config.node, host.book)
         self._peer_clock = PeerClock(clock, self._may_vote)
         self._calls = DhtCalls(host, rpc, self._peer_clock, verifier, self._config.calls)
-        self.entries = EntryPoints(host, self._met, self._config.retry_s, self._config.longest_retry_s)
+        rng = clock.rng("bootstrap")
+        self.entries = EntryPoints(host, self._met, self._config.retry_s, self._config.longest_retry_s, rng)
         self._nursery: trio.Nursery | None = None
         self._timer = Timer(lambda: self._kad.wake_at(clock.now()), self._wake)
         self._numbers = itertools.count(1)
