@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -14,13 +15,14 @@ from peerd.machine.dht.node_state import KademliaConfig
 from peerd.service.dht.dht import DhtConfig
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
+from peerd.sim.world import Node, World, WorldConfig
 from tests.kit.world import home_line
 
 HOSTS = int(os.environ.get("PEERD_TEST_HOSTS", "40"))  # 300 take five minutes
 COPIES = 8 if HOSTS <= 40 else 6  # of a value, when its publisher has waited for 10 s
-BACKBONES = 3 if HOSTS <= 300 else 10  # each takes 384, and each host wants three
+BACKBONES = 3 if HOSTS <= 300 else 16  # each has room for 307 strangers, and each host wants three
 VALUES, LOOKUPS = 8, 32
+AT_ONCE = 16  # that come, or go
 TABLE = KademliaConfig(k=8, wide=())  # so that nobody knows everybody
 
 
@@ -42,25 +44,30 @@ async def _found_after_loss(seed: int) -> int:
         await world.start_many(BACKBONES, bootstrap=True)
         while len(world.nodes) < HOSTS:
             async with trio.open_nursery() as nursery:
-                for number in range(len(world.nodes), min(len(world.nodes) + 16, HOSTS)):
+                for number in range(len(world.nodes), min(len(world.nodes) + AT_ONCE, HOSTS)):
                     nursery.start_soon(partial(world.start, ip=f"{20 + number // 250}.{number % 250}.1.1"))
             await trio.sleep(1.0)
         # A host that nobody has asked for anything meets others when its table is refreshed.
-        known = await world.until(lambda: min(_known(world)) >= TABLE.k, within_s=60)
+        known = await world.until(lambda: min(_known(world)) >= TABLE.k, within_s=300)
         assert known, f"peers that each host knows: {sorted(_known(world))[:20]}"
         async with trio.open_nursery() as nursery:
             for key in keys:
                 nursery.start_soon(_put, world, rng.randrange(HOSTS), key)
-        leaving = rng.sample(world.living()[BACKBONES:], HOSTS // 5)
-        for node in leaving:
-            await world.kill(node, silent=rng.random() < 0.5)
+        await _kill(world, rng.sample(world.living()[BACKBONES:], HOSTS // 5), lambda: rng.random() < 0.5)
         found = 0
         for number in range(LOOKUPS):
             key, reader = keys[number % VALUES], rng.choice(world.living())
             found += any(record.value == key.raw for record in await reader.dht.get(key))
-        for node in world.living():  # one by one: what ends together needs a hundred times the memory
-            await world.kill(node, silent=True)
+        await _kill(world, world.living(), lambda: True)  # what ends together needs a hundred times the memory
         return found
+
+
+async def _kill(world: World, nodes: list[Node], is_silent: Callable[[], bool]) -> None:
+    """Kill some at a time."""
+    for at in range(0, len(nodes), AT_ONCE):
+        async with trio.open_nursery() as nursery:
+            for node in nodes[at : at + AT_ONCE]:
+                nursery.start_soon(partial(world.kill, node, silent=is_silent()))
 
 
 def _known(world: World) -> list[int]:
