@@ -69,11 +69,13 @@ class EntryPoints:
         others = [addr for addr in dict.fromkeys(bootstrap) if split_peer(addr)[1] != self._host.id]
         self._entries = [_Entry(addr) for addr in others]
         self._settle_if_none()
-        for entry in self._rng.sample(self._entries, len(self._entries)):
+        for entry in self._entries:
             entry.delay_s = self._retry_s
+        drawn = self._entries if len(others) <= KEPT else self._rng.sample(self._entries, len(others))
+        for entry in drawn[KEPT:]:
             self._wait(entry, 0.0)
-        for _ in self._entries[:KEPT]:
-            nursery.start_soon(self._keep)
+        for entry in drawn[:KEPT]:
+            nursery.start_soon(self._keep, entry)
 
     def peers(self) -> list[PeerId]:
         """Those that are connected."""
@@ -150,17 +152,20 @@ class EntryPoints:
     def _wait(self, entry: _Entry, until_s: float) -> None:
         heapq.heappush(self._waiting, (until_s, next(self._count), entry))
 
-    async def _keep(self) -> None:
-        """Keep one connection, to whichever entry peer is next."""
-        while self._waiting:  # there is one for each of us, unless it was our own address
-            due_s, _, entry = heapq.heappop(self._waiting)
-            await trio.sleep_until(due_s)
-            if not await self._hold(entry):
+    async def _keep(self, entry: _Entry) -> None:
+        """Keep one connection, at first to this entry peer, and then to whichever is next."""
+        while True:
+            if await self._hold(entry):
+                self._wait(entry, trio.current_time() + entry.delay_s)
+                entry.delay_s = min(2 * entry.delay_s, self._longest_retry_s)
+            else:
                 self._entries.remove(entry)
                 self._settle_if_none()
-                continue
-            self._wait(entry, trio.current_time() + entry.delay_s)
-            entry.delay_s = min(2 * entry.delay_s, self._longest_retry_s)
+            if not self._waiting:
+                return  # there is one for each of us, unless it was our own address
+            due_s, _, entry = heapq.heappop(self._waiting)
+            if due_s > trio.current_time():
+                await trio.sleep_until(due_s)
 
     async def _hold(self, entry: _Entry) -> bool:
         """Connect, and wait until the connection has ended; False when the address is our own."""
