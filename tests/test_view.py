@@ -50,6 +50,15 @@ def snapshot(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def test_bootstrap_addresses_in_reserve_are_told_as_such() -> None:
+    rows = [("1.2.3.4", True, False), ("1.2.3.5", False, True), ("1.2.3.6", False, False)]
+    told = [{"addr": a, "connected": c, "problem": None, "in_reserve": r} for a, c, r in rows]
+    text = shown(snapshot(dht={"peers": 4, "bootstrap": told}))
+    assert "bootstrap 1.2.3.4: connected" in text
+    assert "bootstrap 1.2.3.5: in reserve" in text
+    assert "bootstrap 1.2.3.6: connecting" in text
+
+
 def test_a_relay_tells_what_it_carries() -> None:
     relay = {"circuits": 2, "reservations": 5, "carried_bytes": 3_000_000, "refused": 0}
     text = " ".join(shown(snapshot(reachability={"carries": relay})).split())

@@ -48,7 +48,7 @@ async def _found_after_loss(seed: int) -> int:
                     nursery.start_soon(partial(world.start, ip=f"{20 + number // 250}.{number % 250}.1.1"))
             await trio.sleep(1.0)
         # A host that nobody has asked for anything meets others when its table is refreshed.
-        known = await world.until(lambda: min(_known(world)) >= TABLE.k, within_s=300)
+        known = await world.until(lambda: min(_known(world)) >= TABLE.k, within_s=60)
         assert known, f"peers that each host knows: {sorted(_known(world))[:20]}"
         async with trio.open_nursery() as nursery:
             for key in keys:
@@ -58,7 +58,7 @@ async def _found_after_loss(seed: int) -> int:
         for number in range(LOOKUPS):
             key, reader = keys[number % VALUES], rng.choice(world.living())
             found += any(record.value == key.raw for record in await reader.dht.get(key))
-        await _kill(world, world.living(), lambda: True)  # what ends together needs a hundred times the memory
+        await _kill(world, world.living(), lambda: True)  # what ends together needs far more memory
         return found
 
 

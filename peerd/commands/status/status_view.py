@@ -124,9 +124,8 @@ def _network(snapshot: Snapshot) -> Text:
         known, kept = counted(dht.get("peers", 0), "peer"), counted(dht.get("records_held", 0), "record")
         text.append(f"\ndirectory: {known} known, {kept} kept for others", "dim")
         for entry in dht.get("bootstrap") or []:
-            waits = "in reserve" if entry.get("in_reserve") else "connecting"
-            state = "connected" if entry.get("connected") else entry.get("problem") or waits
-            fine = entry.get("connected") or state == "in reserve"
+            fine = "connected" if entry.get("connected") else "in reserve" if entry.get("in_reserve") else ""
+            state = fine or entry.get("problem") or "connecting"
             text.append(f"\nbootstrap {entry.get('addr')}: {state}", "dim" if fine else "yellow")
         for key in ("waits_for", "clock_warning"):
             if dht.get(key):

@@ -21,7 +21,6 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
@@ -39,8 +38,6 @@ _GUESSED: Final = 0.8  # of what coordinates say: each pair is tried once if it 
 _STALE_S: Final = 600.0  # after which what was measured is tried again, if it may have become better
 _CACHED: Final = 16384  # guesses that are kept until something was measured some times
 _REFRESHED_EVERY: Final = 8  # answers
-
-_UNPUBLISHED: Final = MappingProxyType[str, float]({})
 
 TRAINER: Final = ""  # the name of the trainer's own place
 
@@ -107,7 +104,7 @@ class HopCosts:
 
     # --- what is known ----------------------------------------------------------------------------------------
 
-    def services(self, names: Sequence[str], now: float, rates: Mapping[str, float] = _UNPUBLISHED) -> list[float]:
+    def services(self, names: Sequence[str], now: float, rates: Mapping[str, float]) -> list[float]:
         """Seconds that each of a stage's peers computes for a microbatch. Where not known, what `rates`, as published,
         let expect; else the median; 0 where nothing is known of any.
         """

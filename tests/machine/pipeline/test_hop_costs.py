@@ -19,19 +19,19 @@ def test_an_answer_is_taken_apart() -> None:
     """1 s on the way to a and back, 2 s there, 4 s between a and b, 3 s at b."""
     one = costs()
     one.answered(0.0, [Hop("a", RECEIPT, 2.0, 0.0, 7.0), Hop("b", RECEIPT, 3.0, 0.0, 0.0)], 10.0, [0, 0])
-    assert one.services(["a"], 0.0) == [2.0]
-    assert one.services(["b"], 0.0) == [3.0]
+    assert one.services(["a"], 0.0, {}) == [2.0]
+    assert one.services(["b"], 0.0, {}) == [3.0]
     assert one.between(TRAINER, ["a"], 1.0) == [1.0]
     assert one.between("a", ["b"], 1.0) == [4.0]
 
 
 def test_a_peer_that_is_not_known_is_taken_for_a_usual_one_nearby() -> None:
     one = costs()
-    assert one.services(["a", "b"], 0.0) == [0.0, 0.0]
+    assert one.services(["a", "b"], 0.0, {}) == [0.0, 0.0]
     for before in ("first", "second"):
         for name, seconds in (("a", 1.0), ("b", 2.0), ("c", 4.0)):
             one.answered(0.0, [Hop(before, RECEIPT, 1.0, 0.0, 9.0), Hop(name, RECEIPT, seconds)], 11.0, [0, 0])
-    assert one.services(["a", "b", "c", "new"], 0.0) == [1.0, 2.0, 4.0, 2.0]
+    assert one.services(["a", "b", "c", "new"], 0.0, {}) == [1.0, 2.0, 4.0, 2.0]
     assert one.between("first", ["a", "b", "c", "new"], 0.0) == [8.0, 7.0, 5.0, 5.0]
 
 
@@ -49,9 +49,9 @@ def test_one_peer_alone_is_not_believed_that_another_is_slow() -> None:
     one = costs()
     for before, name, seconds in (("p", "a", 1.0), ("q", "a", 1.0), ("liar", "b", 9.0), ("liar", "b", 9.0)):
         one.answered(0.0, [Hop(before, RECEIPT, 0.0, 0.0, 9.0), Hop(name, RECEIPT, seconds)], 9.0, [0, 0])
-    assert one.services(["a", "b"], 0.0) == [1.0, 1.0]
+    assert one.services(["a", "b"], 0.0, {}) == [1.0, 1.0]
     one.answered(0.0, [Hop("p", RECEIPT, 0.0, 0.0, 9.0), Hop("b", RECEIPT, 4.0)], 9.0, [0, 0])
-    assert one.services(["a", "b"], 0.0) == [1.0, 4.0]
+    assert one.services(["a", "b"], 0.0, {}) == [1.0, 4.0]
 
 
 def test_waiting_counts_where_our_own_microbatches_do_not_explain_it() -> None:
@@ -74,14 +74,14 @@ def test_no_peer_is_taken_for_more_than_eight_times_as_fast_as_the_usual_one() -
     one = costs()
     for name, seconds in (("a", 0.0), ("b", 8.0), ("c", 8.0)):
         one.answered(0.0, [Hop(name, RECEIPT, seconds)], 10.0, [0])
-    assert one.services(["a", "b", "c"], 0.0) == [1.0, 8.0, 8.0]
+    assert one.services(["a", "b", "c"], 0.0, {}) == [1.0, 8.0, 8.0]
 
 
 def test_computing_is_the_median_of_what_different_peers_brought() -> None:
     one = costs()
     for before, seconds in (("liar", 100.0), ("p", 1.0), ("q", 1.2), ("liar", 1e5), ("liar", 1e6)):
         one.answered(0.0, [Hop(before, RECEIPT, 1.0, 0.0, 1e7), Hop("a", RECEIPT, seconds)], 1e8, [0, 0])
-    assert one.services(["a"], 0.0) == [1.2]
+    assert one.services(["a"], 0.0, {}) == [1.2]
 
 
 def test_time_that_is_blamed_on_those_after_a_hop_counts_as_the_way_to_them() -> None:
@@ -92,6 +92,6 @@ def test_time_that_is_blamed_on_those_after_a_hop_counts_as_the_way_to_them() ->
         one.answered(0.0, [Hop("p", RECEIPT, 1.0, 0.0, 5.0), honest[1]], 7.0, [0, 0])
     for _ in range(30):  # it takes 40 s more, and says that b computed all the time
         one.answered(0.0, [Hop("a", RECEIPT, 0.0, 0.0, 46.0), Hop("b", RECEIPT, 45.0)], 47.0, [0, 0])
-    assert one.services(["b"], 0.0) == [4.0]
+    assert one.services(["b"], 0.0, {}) == [4.0]
     (far_s,) = one.between("a", ["b"], 0.0)
     assert far_s > 35.0
