@@ -54,7 +54,7 @@ class Process(PeerdProcess):
         self.wait_until(lambda: bool(self.addr()), "it never listened")
         return self.addr()
 
-    def end(self, number: int = signal.SIGINT, timeout_s: float = 60.0) -> tuple[int, float]:
+    def end(self, number: int = signal.SIGINT, timeout_s: float = 15.0) -> tuple[int, float]:
         """Send a signal and wait: exit code and seconds."""
         began = time.monotonic()
         self.popen.send_signal(number)

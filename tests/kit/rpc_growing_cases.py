@@ -283,7 +283,7 @@ async def an_error_of_the_maker_of_a_part_ends_the_streaming_call(pair: Pair) ->
             await call.send(Text("1"), (making.frame,))
         with pytest.raises(Unreachable):
             await call.receive(Text)
-    with trio.fail_after(20):
+    with trio.fail_after(2):
         await ended[0].wait()
     with pytest.raises(PeerdError, match="not finite"):
         async with pair.a.stream(pair.b_host.id, "t/1/talk", Text("1"), frames=(making.frame,), timeout_s=5):
@@ -328,7 +328,7 @@ async def a_caller_that_gives_up_ends_an_answer_that_is_still_being_made(pair: P
             nursery.cancel_scope.cancel()
         return made[-1]
 
-    with trio.fail_after(20):
+    with trio.fail_after(2):
         await (await give_up(BIG)).left.wait()
     await settled(pair)
     shared = await give_up()  # a stream that small calls share goes on until the answer is made
@@ -386,7 +386,7 @@ async def a_lost_link_ends_an_answer_that_is_still_being_made(pair: Pair) -> Non
 
     pair.b.serve("t/1/give", Text, give, limits=FRAMES)
     await _while_made(pair, lambda _: send(pair, "t/1/give", timeout_s=600), making)
-    with trio.fail_after(20):
+    with trio.fail_after(2):
         await making.left.wait()
     await settled(pair)
 

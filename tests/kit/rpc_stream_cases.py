@@ -106,7 +106,7 @@ async def leaving_a_streaming_call_cancels_its_handler(pair: Pair) -> None:
     pair.b.serve_stream("t/1/wait", Text, wait)
     async with pair.a.stream(pair.b_host.id, "t/1/wait", Text(""), timeout_s=30) as call:
         await call.receive(Text)
-    with trio.fail_after(20):
+    with trio.fail_after(2):
         await cancelled.wait()
 
 
@@ -129,7 +129,7 @@ async def a_reset_reaches_a_handler_that_neither_sends_nor_receives(pair: Pair) 
         for _ in range(5):
             await trio.testing.wait_all_tasks_blocked(0.01)
         nursery.cancel_scope.cancel()
-    with trio.fail_after(20):
+    with trio.fail_after(2):
         await cancelled.wait()
     while pair.b.status()["held_bytes"]:
         await trio.lowlevel.checkpoint()

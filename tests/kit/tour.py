@@ -67,7 +67,7 @@ class Running:
         eventually(lambda: done() or self.popen.poll() is not None, patience_s)
         assert done(), f"{complaint}:\n{self.said}"
 
-    def ctrl_c(self, patience_s: float = 60.0) -> int:
+    def ctrl_c(self, patience_s: float = 20.0) -> int:
         self.popen.send_signal(signal.SIGINT)
         return self.popen.wait(patience_s)
 

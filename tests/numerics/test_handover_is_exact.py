@@ -178,14 +178,14 @@ async def train(directory: Path, run: RunFile, deaths: Deaths, monkeypatch: pyte
         for i in range(2 * STAGES):
             limits = msgspec.structs.replace(run.limits, stage=i % STAGES)
             stages.append(await s.start(f"stage{i}", StageRole, msgspec.structs.replace(run, limits=limits)))
-        with trio.fail_after(200):
+        with trio.fail_after(30):
             for peer in stages:
                 await peer.ready.wait()
             while not any(peer.role._services.conducting.acting for peer in stages):
                 await stages[0].role._services.following.told.wait()
         deaths(stages, monkeypatch)
         trainers = [await s.start(f"trainer{i}", TrainerRole, run) for i in range(2)]
-        await all_finished(s, trainers, within_s=200)
+        await all_finished(s, trainers, within_s=90)
         for trainer in trainers:
             assert trainer.role.status()["microbatches"]["lost"] == 0
         return [peer for peer in stages if not peer.scope.cancel_called]

@@ -43,7 +43,7 @@ class VaultRole:
 
 async def offered(vault: Vault, peer: Any) -> None:
     """Wait until a peer is known to have room."""
-    with trio.fail_after(200):
+    with trio.fail_after(30):
         while peer not in await vault.directory.offers():  # noqa: ASYNC110
             await trio.sleep(0.05)
 
@@ -77,7 +77,7 @@ async def test_a_folder_that_cannot_be_used_is_said_and_the_backbone_goes_on(tmp
     async with swarm(tmp_path) as s:
         backbone = await s.start("backbone", BackboneRole, RUN)
         await backbone.ready.wait()
-        with trio.fail_after(200):
+        with trio.fail_after(30):
             while backbone.role.status().get("no_experts_kept") is None:  # noqa: ASYNC110
                 await trio.sleep(0.05)
         assert backbone.role.status()["kept_experts"] == 0

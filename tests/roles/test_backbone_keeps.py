@@ -195,7 +195,7 @@ async def test_a_fresh_peer_does_not_begin_at_the_start_when_nobody_can_give_wha
         monkeypatch.setattr(Saving, "load", broken)
         fresh = [await s.start(f"fresh{i}", StageRole, pinned(run, i)) for i in range(2)]
         await s.start("new trainer", TrainerRole, run)
-        with trio.fail_after(200):
+        with trio.fail_after(60):
             while not told(fresh, "checkpoint.not_recalled"):
                 await s.peers["backbone0"].role._looked.wait()
         assert [step_of(peer) for peer in fresh] == [0, 0]

@@ -103,7 +103,7 @@ async def test_a_download_that_spans_many_steps_is_not_begun_anew(
         while peers[0].role.position.step < 6:  # too far for the totals alone
             await peers[0].role.moved()
         new = await s.start("new", StageRole, pinned(run, 0))
-        with trio.fail_after(200):
+        with trio.fail_after(60):
             while not told(new, "stage.caught_up"):
                 await new.role.moved()
         await until_equal(s, new, peers[0], new.role.position.step)
@@ -132,7 +132,7 @@ async def test_a_member_that_is_a_step_late_needs_no_state(tmp_path: Path, run: 
         while late.role.position.step < 2:
             await late.role.moved()
         late.role.post.orders._step_to = miss
-        with trio.fail_after(200):
+        with trio.fail_after(60):
             while not told(late, "stage.caught_up"):
                 await late.role.moved()
         await until_equal(s, late, peers[0], late.role.position.step)

@@ -287,7 +287,7 @@ def test_a_successor_that_answers_wrongly_is_named_and_the_microbatch_goes_anoth
         await s.join_stage("l1", answer)
         pipeline = s.pipeline("trainer")
         for seq in range(8):
-            with trio.fail_after(200):
+            with trio.fail_after(60):
                 holdings = await pipeline.train(0, seq, s.load(seq))
             assert holdings[1].peer != text("l1")
             assert holdings[1].receipt is not None

@@ -68,7 +68,7 @@ async def held_up(scene: Scene, nursery: trio.Nursery) -> tuple[list[Mb], list[s
         over.set()
 
     nursery.start_soon(order)
-    with trio.fail_after(200):
+    with trio.fail_after(20):
         await met.wait()
     assert scene.stage.role.post.serving.closing
     return mbs, said, over
@@ -79,7 +79,7 @@ async def test_a_later_order_takes_the_place_of_one_that_hangs(tmp_path: Path, r
         scene = Scene(s, run)
         await scene.start("trainer", "mate")
         mbs, said, over = await held_up(scene, nursery)
-        with trio.fail_after(200):
+        with trio.fail_after(5):
             prepared: Prepared = await scene.prepare(*mbs, attempt=b"2" * 16)
             await over.wait()
         assert prepared.ok
@@ -101,7 +101,7 @@ async def test_an_order_of_a_conductor_that_is_followed_no_more_is_called_off(tm
 
         following.rpc.call = answered_by_another
         following.conductor = s.peers["mate"].host.id  # the one before is gone without a word
-        with trio.fail_after(200):
+        with trio.fail_after(20):
             await over.wait()
         assert not scene.stage.role.post.serving.closing
         assert "called off" in said[0]
