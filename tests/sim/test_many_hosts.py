@@ -18,7 +18,7 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World, WorldConfig
 from tests.kit.world import home_line
 
-HOSTS = int(os.environ.get("PEERD_TEST_HOSTS", "40"))  # 300 take five minutes
+HOSTS = int(os.environ.get("PEERD_TEST_HOSTS", "40"))  # 300 take five minutes, 1,000 fifteen
 COPIES = 8 if HOSTS <= 40 else 6  # of a value, when its publisher has waited for 10 s
 BACKBONES = 3 if HOSTS <= 300 else 16  # each has room for 307 strangers, and each host wants three
 VALUES, LOOKUPS = 8, 32
