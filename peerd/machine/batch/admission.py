@@ -6,6 +6,7 @@ others have long been able to do it too. In pipelines the stages set the pace, a
 measured here from reports; what a trainer says of its speed counts for nothing. Invariant: the fastest trainer that
 wishes and has nothing under way is never passed over, so a batch is filled whoever is slow; but one that did not
 finish what it had is given less (`Leash`), and its place goes to others when the step has long waited for nobody else.
+Who trains alone is given all that it wishes for, however slow: nobody else could do it.
 With each report only trainers are looked at whose wishes may have no place yet: `wish_again` names those that lost one.
 """
 
@@ -170,7 +171,7 @@ class Admission:
 
     def _given(self, now: float, trainer: str) -> int | None:
         """Number of microbatches that a trainer may have under way; None: any number."""
-        leash = self._leashes.get(trainer)
+        leash = self._leashes.get(trainer) if len(self._trainers) > 1 else None
         most = None if leash is None else 0 if leash.until > now and self._somebody_is_rested(now) else leash.most
         if most != 0 and self.is_newcomer(trainer):  # one microbatch, until a step has counted one
             return 0 if self.probation.waits(now, trainer) else 1

@@ -69,7 +69,9 @@ class StepCycle:
         shrank, late = self._batches.drop_dead(now, settled, self._leases_s)
         for trainer, count in late.items():
             told = f"trainer …{trainer[-8:]} does not finish {count} microbatches that it was given"
-            self.out.append(Note(f"{told}: others do them, and it is given less"))
+            alone = self._batches.trainers.count() == 1
+            then = "they are given out anew" if alone else "others do them, and it is given less"
+            self.out.append(Note(f"{told}: {then}"))
         if shrank:
             self.reopen()
 

@@ -33,10 +33,10 @@ class Rebalancing:
         self._step_at: float | None = None  # when the last step was made
         self._published = 0  # posts, in order, whose rates were published in this round
 
-    def told(self, post: str, load: PostLoad) -> None:
+    def told(self, now: float, post: str, load: PostLoad) -> None:
         """A member states its load."""
         if post in self._roster.entries:
-            self._beliefs.told(post, load)
+            self._beliefs.told(now, post, load)
 
     @property
     def loads(self) -> list[PeerLoad]:

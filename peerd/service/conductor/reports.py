@@ -82,7 +82,7 @@ class Reports:
             self._take_member(machine, call.peer, name, body)
         machine.saved(name, body.saved)
         if body.load is not None:
-            machine.rebalancing.told(name, body.load)
+            machine.rebalancing.told(trio.current_time(), name, body.load)
         resend = not helps and not (machine.is_member(name, body.session) and machine.knows(name, body.position))
         # A member that has just reported in full, and is put aside, would do so again at once, and again.
         wait_s = body.wait_s if not resend else _PUT_ASIDE_S if body.held is not None else 0.0

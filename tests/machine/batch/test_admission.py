@@ -100,6 +100,21 @@ def test_a_trainer_that_is_gone_is_not_waited_for(own_pace: bool) -> None:
     assert [mb.trainer for mb in fill(admission, ledger, 3.0)] == ["b", "b"]
 
 
+def test_a_slow_trainer_is_given_less_only_while_there_are_others_to_do_the_rest() -> None:
+    admission, wishes = Admission(own_pace=False), tuple(range(8))
+    admission.report("slow", wishes)
+    admission.finished(90.0, "slow", 0.0)
+    admission.strike(300.0, "slow", under_way=6)
+    assert len(fill(admission, Ledger(1, 8), 300.0)) == 8
+    admission.report("slow", wishes)
+    admission.report("other", wishes)
+    given = [mb.trainer for mb in fill(admission, Ledger(1, 8), 300.0)]
+    assert (given.count("slow"), given.count("other")) == (3, 5)
+    admission.gone("other")
+    admission.wish_again()
+    assert len(fill(admission, Ledger(1, 8), 301.0)) == 8
+
+
 def test_what_the_last_batches_counted_is_not_admitted_again() -> None:
     admission, ledger, counted = Admission(own_pace=False), Ledger(1, 4), Counted()
     admission.report("a", (1, 2, 3))

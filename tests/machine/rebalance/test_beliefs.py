@@ -9,16 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.messages.swarm import PostLoad
-from peerd.machine.rebalance.beliefs import HEADROOM, Beliefs
+from peerd.machine.rebalance.beliefs import HEADROOM, Beliefs, by_chance
 
 STEP_S = 10.0
 
 
-def beliefs(done: dict[str, int], steps: int = 6, work: tuple[float, ...] = (1.0, 1.0), **claims: float) -> Beliefs:
+def beliefs(
+    done: dict[str, int], steps: int = 6, work: tuple[float, ...] = (1.0, 1.0), busy: float = 0.0, **claims: float
+) -> Beliefs:
     """After so many steps in each of which posts did so much."""
     found = Beliefs(work)
     for post, rate in claims.items():
-        found.told(post.replace("_", "/"), PostLoad(rate))
+        found.told(0.0, post.replace("_", "/"), PostLoad(rate, busy))
     for step in range(steps + 1):
         found.step_made(step * STEP_S, done, sorted(done))
     return found
@@ -35,16 +37,22 @@ def test_a_post_that_is_not_measured_has_no_rate_to_publish() -> None:
 
 def test_a_boast_is_worth_a_few_times_what_was_done_at_most() -> None:
     said = beliefs({"a/0": 10, "b/0": 0}, a_0=1e6, b_0=1e6)
-    assert said.measured("a/0") == pytest.approx(HEADROOM * 61 / 60)
-    assert said.measured("b/0") == pytest.approx(HEADROOM * 1 / 60)
+    assert said.measured("a/0") == pytest.approx(HEADROOM * by_chance(60) / 60)
+    assert said.measured("b/0") == pytest.approx(HEADROOM * by_chance(0) / 60)
 
 
 def test_a_peer_that_states_to_have_done_more_than_it_did_is_believed_only_that() -> None:
-    said = beliefs({"a/0": 10})
-    said.told("a/0", PostLoad(3.0, busy=0.3))
-    assert said.measured("a/0") == pytest.approx(3.0)
-    said.told("a/0", PostLoad(3.0, busy=0.9))
-    assert said.measured("a/0") == pytest.approx(1.0)
+    assert beliefs({"a/0": 10}, a_0=3.0, busy=0.3).measured("a/0") == pytest.approx(3.0)
+    assert beliefs({"a/0": 10}, a_0=3.0, busy=0.9).measured("a/0") == pytest.approx(1.0)
+
+
+def test_a_peer_that_is_busy_only_at_the_end_of_each_step_has_not_stated_to_be_so_all_the_time() -> None:
+    said = beliefs({"a/0": 10}, steps=0)
+    for step in range(6):
+        for at, busy in ((1.0, 0.0), (7.0, 1.0)):
+            said.told(step * STEP_S + at, "a/0", PostLoad(3.0, busy))
+        said.step_made((step + 1) * STEP_S, {"a/0": 10}, ["a/0"])
+        assert said.measured("a/0") == pytest.approx(3.0)  # 3 a second for 3 to 4 s: 10 or so
 
 
 def test_a_peer_can_do_what_it_did_whatever_it_says() -> None:
@@ -54,13 +62,13 @@ def test_a_peer_can_do_what_it_did_whatever_it_says() -> None:
 
 def test_a_newcomer_counts_as_a_usual_device_until_it_has_served_a_step() -> None:
     said = beliefs({"a/0": 10, "b/0": 20, "c/1": 60}, work=(2.0, 1.0))
-    said.told("new/1", PostLoad(1e9))
+    said.told(0.0, "new/1", PostLoad(1e9))
     assert said.measured("new/1") is None
     assert said.rates(["a/0", "b/0", "c/1", "new/1"])["new/1"] == pytest.approx(4.0)  # the median: b's, with less work
     said.step_made(70.0, {"new/1": 5}, ["new/1"])
     assert said.measured("new/1") is None  # it came in the midst of that step
     said.step_made(80.0, {"new/1": 5}, ["new/1"])
-    assert said.measured("new/1") == pytest.approx(HEADROOM * 0.6)
+    assert said.measured("new/1") == pytest.approx(HEADROOM * by_chance(5) / 10)
 
 
 def test_nothing_is_known_before_two_steps_and_after_a_fresh_start() -> None:
@@ -85,9 +93,9 @@ def test_posts_that_are_gone_are_forgotten() -> None:
 def test_no_claim_leads_beyond_the_bounds(peers: list[tuple[int, float]], steps: int) -> None:
     said, done = Beliefs((1.0, 2.0)), {f"p{i}/{i % 2}": count for i, (count, _) in enumerate(peers)}
     for post, (_, claim) in zip(done, peers, strict=True):
-        said.told(post, PostLoad(claim))
+        said.told(0.0, post, PostLoad(claim))
     for step in range(steps + 1):
         said.step_made(step * STEP_S, done, sorted(done))
     for post, rate in said.rates(sorted(done)).items():
         assert math.isfinite(rate)
-        assert done[post] / STEP_S * (1 - 1e-9) <= rate <= HEADROOM * (done[post] + 1) / STEP_S
+        assert done[post] / STEP_S * (1 - 1e-9) <= rate <= HEADROOM * by_chance(done[post]) / STEP_S
