@@ -1,12 +1,14 @@
 """Rebalancing in a live swarm under the virtual clock: real stage peers that die and come, and a conductor that orders.
 
 Stage roles and a trainer train a small model in four stages. Peers are killed, and others come, each at random; some
-deaths come four at a time. Devices are equal. A peer's second costs some milliseconds of a processor, however little
-it computes: with --full sixty live for eight hours, 7.5 changes an hour as in `rebalance`; else fewer live for a
-shorter time, with quicker steps and more changes. At each step the capacity of the weakest stage is compared with the
-best that the same peers could give; `kept` is the share over all the time, `none` the same swarm with
-`pipeline.placement: fixed`, whose newcomers still go where the least can be done. At the end the parameters are
-compared with those of one plain torch process that made the same steps.
+deaths come four at a time. Devices are equal, and the model is of a width with which its stages are. A peer's second
+costs some milliseconds of a processor, however little it computes: with --full sixty live for eight hours, 7.5 changes
+an hour as in `rebalance`; else fewer live for a shorter time, with quicker steps and more changes. Every few seconds
+the capacity of the weakest stage is compared with the best that the same peers could give; `kept` is the share over all
+the time, `used` the share that steps made use of (the rest: the stages wait for each other at each step's begin and
+end), `none` the same swarm with `pipeline.placement: fixed`, whose newcomers still go where the least can be done. At
+the end the parameters are compared with those of one plain torch process that made the same steps. What costs time and
+is not measured is rare: idle connections are tried every five minutes, and the directory is kept by few.
 """
 
 from __future__ import annotations
@@ -26,6 +28,11 @@ import trio
 
 from benchmarks._report import Figure, Report
 from peerd.core.run.runfile import BatchSection, PipelineSection, RunFile
+from peerd.machine.dht.node_state import KademliaConfig
+from peerd.machine.mux.stream import YamuxConfig
+from peerd.net.host.host import HostConfig
+from peerd.net.link.link import LinkConfig
+from peerd.service.dht.dht import DhtConfig
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
@@ -41,6 +48,11 @@ STAGES: Final = 4
 A_PEER: Final = 4  # microbatches of a step, for each peer of a stage
 HOUR_S: Final = 3600.0
 BURST: Final = 4  # deaths at once, each fourth time
+IDLE_S: Final = 300.0  # between tries of a connection
+QUIET: Final = swarm(
+    HostConfig(link=LinkConfig(yamux=YamuxConfig(keepalive_s=IDLE_S, dead_after_s=3 * IDLE_S))),
+    DhtConfig(node=KademliaConfig(k=8, wide=(), copies=2, enough=1, spare=0)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +68,7 @@ class Live:
 
     def run_file(self, folder: Path) -> RunFile:
         run = run_file("sgd", "float64", write_texts(folder))
-        model = msgspec.structs.replace(run.model, d_model=8, heads=1, layers=STAGES, context=8)
+        model = msgspec.structs.replace(run.model, d_model=64, heads=1, layers=STAGES, context=8)
         optimizer = msgspec.structs.replace(run.optimizer, total_steps=0)
         pipeline = PipelineSection(stages=STAGES, microbatch=1, placement=self.placement)  # type: ignore[arg-type]
         batch = BatchSection(target_samples=A_PEER * self.peers // STAGES)
@@ -68,8 +80,9 @@ class Live:
 class Seen:
     """Figures of one simulation."""
 
-    done_s: float = 0.0  # capacity of the weakest stage, over time
+    done_s: float = 0.0  # peers of the weakest stage, over time
     best_s: float = 0.0
+    used_s: float = 0.0  # that steps made use of: of each stage
     steps: int = 0
     moves: int = 0
     failed: int = 0
@@ -80,6 +93,10 @@ class Seen:
     @property
     def kept(self) -> float:
         return 100.0 * self.done_s / max(self.best_s, 1e-9)
+
+    @property
+    def used(self) -> float:
+        return 100.0 * self.used_s / max(self.best_s, 1e-9)
 
 
 class Simulation:
@@ -98,7 +115,7 @@ class Simulation:
             world.bootstrap.append(boot.full_addr)
             for _ in range(self._live.peers):
                 await self._join(world)
-            await world.start("trainer", program=self._roles.program(TrainerRole))
+            await world.start("trainer", program=self._roles.program(TrainerRole, QUIET))
             await world.until(lambda: min(self._roles.steps(), default=0) >= 2, within_s=3600.0)
             with trio.move_on_after(self._live.hours * HOUR_S):
                 async with trio.open_nursery() as nursery:
@@ -110,7 +127,7 @@ class Simulation:
     async def _join(self, world: World) -> None:
         name = f"peer{self._joined:03d}"
         self._joined += 1
-        await world.start(name, program=self._roles.program(StageRole))
+        await world.start(name, program=self._roles.program(StageRole, QUIET))
 
     async def _deaths(self, world: World) -> None:
         while True:
@@ -135,7 +152,9 @@ class Simulation:
             posts = [post for role in self._roles.of(StageRole) for post in role.posts if post.state.built]
             newest = max((post.step for post in posts), default=0)
             if newest > at:
-                self.seen.steps += newest - at if at else 0
+                steps = newest - at if at else 0
+                self.seen.steps += steps
+                self.seen.used_s += steps * self._roles.run.batch.target_samples * self._live.microbatch_s
                 at, stepped_at = newest, trio.current_time()
             self.seen.longest_step_s = max(self.seen.longest_step_s, trio.current_time() - stepped_at)
             serving = Counter(post.stage for post in posts if post.step >= newest - 1)
@@ -178,6 +197,7 @@ def measure(full: bool) -> Report:
         sections.append(
             [
                 Figure(f"{name}_kept", f"{name}: capacity kept", seen.kept, "%", 2),
+                Figure(f"{name}_used", "  used", seen.used, "%", 2),
                 Figure(f"{name}_steps", "  steps", seen.steps, "", 0),
                 Figure(f"{name}_deaths", "  deaths", seen.deaths, "", 0),
                 Figure(f"{name}_moves", "  moves", seen.moves, "", 0),
