@@ -2,9 +2,9 @@
 
 Interleaved weighted round robin: each peer has a virtual finish time that grows by cost / measured speed when it is
 picked; the smallest is next. Speed is an average of throughput, also right when calls overlap. A peer that failed rests
-for a while that doubles with each failure, and for longer where it took long to find out: a peer that cannot be
-reached, and does not say so, must not cost every step a time-out. One object serves one stage; `now` is monotonic
-seconds.
+for a while that doubles with each failure, and for longer where it took long to find out and nothing was answered
+meanwhile, as long as others are there: a peer that cannot be reached, and does not say so, must not cost every step a
+time-out. One object serves one stage; `now` is monotonic seconds.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ class _Peer:
     seconds_per_unit: float = 0.0
     last_answer: float = float("-inf")
     rests_until: float = float("-inf")
+    lost_until: float = float("-inf")  # it is picked only if nobody else is left
     full_until: float = float("-inf")  # it asked to be left alone so long, and has not failed
     failures: int = 0
+    failed_at: float = float("-inf")
 
 
 class Wiring:
@@ -94,7 +96,8 @@ class Wiring:
 
     def _awake(self, now: float, avoid: Collection[str], never: Collection[str]) -> list[str]:
         peers = sorted(self._peers.items())
-        awake = [name for name, peer in peers if peer.rests_until <= now and name not in never]
+        rested = [name for name, peer in peers if peer.rests_until <= now and name not in never]
+        awake = [name for name in rested if self._peers[name].lost_until <= now] or rested
         return [name for name in awake if name not in avoid] or awake
 
     def _turn(self, name: str) -> tuple[float, float]:
@@ -122,10 +125,13 @@ class Wiring:
         peer = self._peers.get(name)
         if peer is None:
             return 0
-        if peer.rests_until <= now:  # calls that were sent together fail together: that is one failure
+        # Calls that were sent together fail together: that is one failure.
+        if not self.rests(name, now) or (peer.rests_until <= now and now - took_s >= peer.failed_at):
             peer.failures += 1
-            rest_s = backoff_s(peer.failures, _FIRST_REST_S, _LONGEST_REST_S)
-            peer.rests_until = now + max(rest_s, min(_REST_PER_LOST_S * took_s, _LONGEST_LOST_REST_S))
+            peer.failed_at = now
+            peer.rests_until = now + backoff_s(peer.failures, _FIRST_REST_S, _LONGEST_REST_S)
+            if peer.last_answer <= now - took_s:  # else it is there, and slow
+                peer.lost_until = now + min(_REST_PER_LOST_S * took_s, _LONGEST_LOST_REST_S)
             return peer.failures
         return peer.failures + 1
 
@@ -146,12 +152,12 @@ class Wiring:
         """`name` need not rest any longer: it can be reached again."""
         peer = self._peers.get(name)
         if peer is not None:
-            peer.rests_until = float("-inf")
+            peer.rests_until = peer.lost_until = float("-inf")
 
     def rests(self, name: str, now: float) -> bool:
         """True while `name` is left out."""
         peer = self._peers.get(name)
-        return peer is not None and peer.rests_until > now
+        return peer is not None and max(peer.rests_until, peer.lost_until) > now
 
     def is_full(self, name: str, now: float) -> bool:
         """True while `name` rests only because it asked for it."""
@@ -164,7 +170,7 @@ class Wiring:
         return peer.seconds_per_unit / peer.weight if peer is not None and peer.weight else 0.0
 
     def wakes_at(self, now: float) -> float | None:
-        """Time at which the first resting peer may be picked again; None when nobody serves the stage."""
+        """Time at which the first peer may be picked again, when all rest; None when nobody serves the stage."""
         return max(now, min(p.rests_until for p in self._peers.values())) if self._peers else None
 
     def __iter__(self) -> Iterator[str]:

@@ -116,3 +116,27 @@ def test_a_peer_whose_failure_took_long_rests_for_longer() -> None:
     assert wiring.wakes_at(20.0) == 20.0
     wiring.failed("b", 88.0, took_s=0.01)
     assert wiring.pick(88.1, 1.0) == "a"
+
+
+def test_a_peer_that_answered_others_while_one_call_failed_is_slow_and_not_lost() -> None:
+    wiring = Wiring(random.Random(1))
+    wiring.update(["a", "b"])
+    wiring.answered("a", 1.0, started=0.0, now=140.0)
+    wiring.failed("a", 150.0, took_s=150.0)
+    assert wiring.rests("a", 150.4)
+    assert not wiring.rests("a", 150.6)
+    wiring.failed("b", 150.0, took_s=150.0)
+    assert wiring.rests("b", 440.0)
+
+
+def test_peers_that_seem_lost_are_tried_again_soon_when_nobody_else_is_left() -> None:
+    wiring = Wiring(random.Random(1))
+    wiring.update(["a", "b"])
+    wiring.failed("a", 60.0, took_s=60.0)
+    assert {wiring.pick(61.0 + second, 1.0) for second in range(100)} == {"b"}
+    wiring.failed("b", 160.0, took_s=60.0)
+    assert wiring.pick(160.1, 1.0) == "a"  # its own rest is over
+    wiring.failed("a", 160.2, took_s=0.1)
+    assert wiring.pick(160.3, 1.0) is None
+    assert wiring.wakes_at(160.3) == 160.5
+    assert wiring.pick(160.5, 1.0) == "b"
