@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Collection
 from typing import Final
 
+from peerd.core.limits import RPC_DEADLINE_S
+
 _OWN_LEAST, _OWN_MOST = 4, 16  # calls to one peer: from how many on they say something, and how many are remembered
 _ALL_LEAST, _ALL_MOST = 8, 64  # calls to all
 LATE, _LATE_S = 3.0, 1.0  # times the longest, and so much more
 _GIVEN_UP, _GIVEN_UP_S = 10.0, 20.0  # times the longest, and so long at least;
-_AGAIN, _MOST_S = 2.0, 600.0  # times as long as in vain before, and no longer than that
+_AGAIN, _MOST_S = 2.0, RPC_DEADLINE_S  # times as long as in vain before, and no longer than a peer works on a call
 _HEDGES: Final = 1 / 16  # of all calls
 _HEDGES_AT_ONCE: Final = 4.0
 

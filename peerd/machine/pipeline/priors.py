@@ -9,7 +9,7 @@ slowest; and what is measured counts from then on.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 _MOST: Final = 2.0  # times the usual rate, where no peer was measured
@@ -35,3 +35,9 @@ def expected_s(measured_s: Mapping[str, float], rates: Mapping[str, float]) -> d
         return {}
     least_s, most_s = min(measured_s.values()), _SLOWEST * max(measured_s.values())
     return {name: min(max(least_s, statistics.median_low(work) / known[name]), most_s) for name in strange}
+
+
+def usual_s(rates: Iterable[float]) -> float:
+    """Seconds that a piece of work takes at a usual one of the peers with these rates; 0 where none is known."""
+    known = [rate for rate in rates if rate >= _LEAST_RATE]
+    return 1.0 / statistics.median_low(known) if known else 0.0

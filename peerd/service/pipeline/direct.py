@@ -233,7 +233,7 @@ class DirectPipeline:
         peer = PeerId.parse(way.route[0])
         body = Pass(self._mark, way.first, self._papers.own, ticket, self._papers.grant_of(seq))
         started = trio.current_time()
-        within_s = self._peers.times(way.first).given_up_after_s(way.route[0], PASS_TIMEOUT_S)
+        within_s = self._peers.given_up_after_s(way.first, way.route[0], PASS_TIMEOUT_S)
         with self.relaying.open(ticket), self._peers.call_to(way.route[0]):
             answer = await self._rpc.call(peer, PASS, body, Passed, frames=frames, timeout_s=within_s)
             self._check(peer, way, ticket, answer)

@@ -22,6 +22,7 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import MemberInfo
 from peerd.machine.pipeline.call_times import LATE, CallTimes
 from peerd.machine.pipeline.cut_off import CutOff
+from peerd.machine.pipeline.priors import usual_s
 from peerd.machine.pipeline.routes import Route
 from peerd.machine.pipeline.wiring import Wiring
 from peerd.service.pipeline.hedging import Hedged
@@ -35,6 +36,7 @@ _OVERDUE_S = 2.0  # that an answer takes before its peer is asked for a sign of 
 _SILENT_S = 5.0  # of a call without any, until nobody waits for it
 _LOOK_S = 0.5  # between looks at what is overdue
 _HELD_S = 30.0  # at most, that one call shows whether a peer is as quick again as it was
+_WAYS = 10.0  # times as long as a way takes that waits for nobody
 _PROBLEM_CHARS = 120  # of a failure, in what status says
 _AWAY_S = 0.5  # between looks for a connection from one of the peers that can only dial
 
@@ -105,6 +107,15 @@ class StagePeers:
     def rates(self) -> dict[str, float]:
         """Those that serve any stage, each with its published rate; 0: not known."""
         return {name: rate for wiring in self._wirings for name, rate in wiring.rates().items()}
+
+    def given_up_after_s(self, first: int, name: str, at_first_s: float) -> float:
+        """Seconds after which no answer of a peer of stage `first` is expected any more, in which all after it have a
+        part.
+
+        While no call was measured: `at_first_s`, and more where published rates say that devices are slow.
+        """
+        way_s = sum(usual_s(wiring.rates().values()) for wiring in self._wirings[first:])
+        return self._times[first].given_up_after_s(name, max(at_first_s, _WAYS * way_s))
 
     # --- reachability -----------------------------------------------------------------------------------------
 

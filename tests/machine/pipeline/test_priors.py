@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.pipeline.priors import expected_s
+from peerd.machine.pipeline.priors import expected_s, usual_s
 
 NAMES = st.sampled_from("abcdef")
 FIGURES = st.dictionaries(NAMES, st.floats(1e-6, 1e9))
@@ -22,6 +22,11 @@ def test_without_any_measurement_the_rates_themselves_count_and_a_boast_for_twic
 
 def test_nothing_is_expected_where_nobody_measured_has_a_rate() -> None:
     assert expected_s({"a": 3.0}, {"b": 5.0}) == {}
+
+
+def test_a_usual_peer_is_the_middle_one_of_those_whose_rate_is_known() -> None:
+    assert usual_s([]) == usual_s([0.0, 0.0]) == 0.0
+    assert usual_s([0.0, 0.05, 0.1, 1e9]) == pytest.approx(10.0)
 
 
 @given(FIGURES, st.dictionaries(NAMES, st.floats(0.0, 1e9)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
@@ -75,3 +76,14 @@ async def test_who_waits_for_peers_that_fail_says_what_they_said(autojump_clock:
         await trio.testing.wait_all_tasks_blocked()
         assert peers.waits_for == "the peers of stage 0 failed just now: the gradient has values that are not finite"
     assert peers.waits_for is None
+
+
+def test_a_first_call_to_slow_devices_is_given_the_time_that_they_need_by_their_published_rates() -> None:
+    peers = StagePeers(STAGES, SimClock(1, "t"), Ways())
+    peers.update(members("a0", "b0", "a1"))
+    assert peers.given_up_after_s(0, peer("a0"), 150.0) == 150.0
+    peers.update(msgspec.structs.replace(member, rate=0.05) for member in members("a0", "b0", "a1"))
+    assert peers.given_up_after_s(0, peer("a0"), 150.0) == 10 * (20.0 + 20.0)
+    assert peers.given_up_after_s(1, peer("a1"), 150.0) == 10 * 20.0
+    peers.update(msgspec.structs.replace(member, rate=5.0) for member in members("a0", "b0", "a1"))
+    assert peers.given_up_after_s(0, peer("a0"), 150.0) == 150.0
