@@ -24,6 +24,7 @@ import peerd
 from peerd.core.errors import ConfigError, PeerdError, Refused, Unreachable
 from peerd.core.messages.swarm import Position
 from peerd.training.user_loop.handoff import Desk, Gradients
+from tests.kit.amount import thorough
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 HERE = Position(3, b"here")
@@ -460,7 +461,9 @@ BODIES = {
 
 @pytest.mark.slow
 @pytest.mark.socket
-@pytest.mark.parametrize("where", BODIES)
+@pytest.mark.parametrize(
+    "where", ["in the loop", "forgotten", thorough("at the start"), thorough("at a dead bootstrap")]
+)
 def test_a_process_ends_in_time_by_ctrl_c_and_when_closing_is_forgotten(where: str) -> None:
     command = [sys.executable, "-u", "-c", LOOP % BODIES[where]]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

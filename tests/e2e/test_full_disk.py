@@ -43,6 +43,7 @@ def fill(folder: Path, but_bytes: int = 0) -> None:
         file.truncate(max(0, file.tell() - but_bytes))
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full_at_the_start_is_one_sentence(tmp_path: Path) -> None:
     with small_disk(tmp_path / "peer"), processes(tmp_path) as started:
         fill(tmp_path / "peer")

@@ -55,6 +55,7 @@ def one_of(peers: list[Process], stage: int) -> Process:
     return next(peer for peer in peers if stage_of(peer) == stage)
 
 
+@pytest.mark.thorough
 def test_a_newcomer_takes_the_stage_whose_only_peer_was_killed(tmp_path: Path) -> None:
     with processes(tmp_path) as started:
         file = run_file(tmp_path)

@@ -210,8 +210,6 @@ async def train(directory: Path, run: RunFile, deaths: Deaths, monkeypatch: pyte
         ),
         (a_predecessor_that_has_sent, "adamw", "float64"),
         (both_of_one_route, "adamw", "float64"),
-        (the_only_link, "sgd", "float64"),
-        (every_call_twice, "adamw", "float64"),
     ),
 )
 async def test_a_swarm_that_hands_over_trains_exactly_like_one_process(

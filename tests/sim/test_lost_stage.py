@@ -17,7 +17,6 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-from tests.kit.amount import thorough
 from tests.kit.training import pinned
 from tests.kit.virtualroles import Roles, virtual_run
 from tests.kit.world import home_line
@@ -118,7 +117,8 @@ async def test_its_own_checkpoint_does_not_lead_a_restarted_peer_past_an_empty_s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("peers", [3, thorough(5)])
+@pytest.mark.parametrize("peers", [3, 5])
+@pytest.mark.thorough
 async def test_one_peer_moves_to_a_stage_that_lost_all_its_own(
     tmp_path: Path, autojump_clock: MockClock, peers: int
 ) -> None:

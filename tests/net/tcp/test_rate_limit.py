@@ -24,6 +24,7 @@ from peerd.net.tcp import rate_limit
 from peerd.net.tcp.rate_limit import LimitedLine, LinePace, LineTurn, PacedLink
 from peerd.net.tcp.tcp_transport import TcpLink, TcpTransport
 from peerd.net.transport import LendingLink
+from tests.kit.amount import thorough
 from tests.net.compliance import Ends, TransportCompliance, on_loopback
 
 MBIT = 8e-6
@@ -110,7 +111,7 @@ async def test_what_passes_in_half_a_second_is_what_the_limits_allow(
 @pytest.mark.slow
 @pytest.mark.socket
 @pytest.mark.alone
-@pytest.mark.parametrize(("up_mbit", "down_mbit"), [(5.0, 5.0), (8.0, 0.0), (0.0, 16.0), (20.0, 40.0)])
+@pytest.mark.parametrize(("up_mbit", "down_mbit"), [thorough(5.0, 5.0), (8.0, 0.0), thorough(0.0, 16.0), (20.0, 40.0)])
 async def test_a_limit_is_kept_within_five_in_a_hundred(up_mbit: float, down_mbit: float) -> None:
     """After the burst with which it begins, with the connection busy both ways."""
     async with two_ends(LimitsSection(upload_mbit=up_mbit, download_mbit=down_mbit)) as ends:
