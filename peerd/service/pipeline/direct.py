@@ -234,9 +234,10 @@ class DirectPipeline:
         body = Pass(self._mark, way.first, self._papers.own, ticket, self._papers.grant_of(seq))
         started = trio.current_time()
         within_s = self._peers.given_up_after_s(way.first, way.route[0], PASS_TIMEOUT_S)
-        with self.relaying.open(ticket), self._peers.call_to(way.route[0]):
-            answer = await self._rpc.call(peer, PASS, body, Passed, frames=frames, timeout_s=within_s)
+        with self.relaying.open(ticket), self._peers.call_to(way.route[0], within_s) as limit_s:
+            answer = await self._rpc.call(peer, PASS, body, Passed, frames=frames, timeout_s=limit_s)
             self._check(peer, way, ticket, answer)
+        self._peers.heard(way.route[0])
         if answer.body.broken is None and way.first == way.low:
             self._peers.times(way.first).took(way.route[0], trio.current_time() - started)
         self._sent_bytes += sum(len(frame.payload) for frame in frames)

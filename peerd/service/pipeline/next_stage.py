@@ -171,11 +171,13 @@ class NextStage:
 
     async def _ask(self, name: str, task: _Task) -> Answer[Passed]:
         peer, started = PeerId.parse(name), trio.current_time()
-        within_s = min(task.left_s, self.peers.given_up_after_s(self.stage, name, PASS_TIMEOUT_S))
+        within_s = self.peers.given_up_after_s(self.stage, name, PASS_TIMEOUT_S)
         body = task.body_for(self._rpc.arrival_rate(peer) or 0.0)
-        with self.peers.call_to(name):
-            answer = await self._rpc.call(peer, PASS, body, Passed, frames=task.frames, timeout_s=within_s)
+        with self.peers.call_to(name, within_s) as limit_s:
+            limit_s = min(task.left_s, limit_s)
+            answer = await self._rpc.call(peer, PASS, body, Passed, frames=task.frames, timeout_s=limit_s)
             self._check(peer, peer, task, answer)
+        self.peers.heard(name)
         if answer.body.broken is None:
             self.peers.answered(self.stage, name, task.cost, started)
         if answer.body.arrival_bytes_per_s > 0:

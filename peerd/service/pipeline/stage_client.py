@@ -125,9 +125,9 @@ class StageClient:
             body = msgspec.structs.replace(body, line_bytes_per_s=self._line(call, peer))
         if isinstance(body, StageBackward):
             body = msgspec.structs.replace(body, grant=self._papers.grant_of(body.seq))
-        with self._peers.call_to(name):
+        with self._peers.call_to(name, within_s) as limit_s:
             answer = await self._rpc.call(
-                peer, f"stage/4/{call.verb}", body, StageAnswer, frames=call.frames, timeout_s=within_s
+                peer, f"stage/4/{call.verb}", body, StageAnswer, frames=call.frames, timeout_s=limit_s
             )
             self._check(call, answer)
             if isinstance(body, StageBackward):

@@ -1,9 +1,9 @@
 """The peers of each stage as one trainer knows them: who serves, who is asked next, who rests, and why it waits.
 
-Keeps the scope of every call under way, so that a call ends when its peer leaves the swarm or falls silent. While `run`
-looks, a peer whose answers are overdue is asked for a sign of life, and one that a call did not reach, or that gives no
-such sign, is left out until a probe gets through (`machine/pipeline/cut_off`). How much each peer is asked is
-`machine/pipeline/wiring`'s.
+Keeps the scope of every call under way, so that a call ends when its peer leaves the swarm, falls silent, or has for
+too long answered none of our calls: a peer with much to do answers one after the other. While `run` looks, a peer whose
+answers are overdue is asked for a sign of life, and one that a call did not reach, or that gives no such sign, is left
+out until a probe gets through (`machine/pipeline/cut_off`). How much each peer is asked is `machine/pipeline/wiring`'s.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -19,6 +20,7 @@ import trio
 from peerd.core.clock import Clock
 from peerd.core.errors import RemoteError, TooSlow, Unreachable
 from peerd.core.ids import PeerId
+from peerd.core.limits import RPC_DEADLINE_S
 from peerd.core.messages.swarm import MemberInfo
 from peerd.machine.pipeline.call_times import LATE, CallTimes
 from peerd.machine.pipeline.cut_off import CutOff
@@ -36,6 +38,8 @@ _OVERDUE_S = 2.0  # that an answer takes before its peer is asked for a sign of 
 _SILENT_S = 5.0  # of a call without any, until nobody waits for it
 _LOOK_S = 0.5  # between looks at what is overdue
 _HELD_S = 30.0  # at most, that one call shows whether a peer is as quick again as it was
+_PATIENCES = 4.0  # while its peer answers others, a call is waited for so many times as long
+_LATER_S = 2.0  # each stage gives up so much later than the one after it
 _WAYS = 10.0  # times as long as a way takes that waits for nobody
 _PROBLEM_CHARS = 120  # of a failure, in what status says
 _AWAY_S = 0.5  # between looks for a connection from one of the peers that can only dial
@@ -57,6 +61,18 @@ class Ways(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call under way: its start, and the seconds without any answer of its peer after which it is given up."""
+
+    started: float
+    patience_s: float
+
+    def deadline(self, heard_at: float) -> float:
+        """The time to give it up, if nothing comes after `heard_at`."""
+        return min(heard_at + self.patience_s, self.started + _PATIENCES * self.patience_s)
+
+
 class StagePeers:
     """See the module's header. `route`: held to its peers, else to whichever serve."""
 
@@ -66,7 +82,7 @@ class StagePeers:
         self._clients: set[str] = set()  # stage peers that only dial: called while they are connected
         self._wirings = [Wiring(clock.rng(f"wiring {stage}")) for stage in range(stages)]
         self._times = [CallTimes(late) for _ in range(stages)]
-        self._calls: dict[str, dict[trio.CancelScope, float]] = {}  # peer -> its calls, each with its start
+        self._calls: dict[str, dict[trio.CancelScope, _Call]] = {}  # by peer
         self._uplinks: list[dict[str, float]] = [{} for _ in range(stages)]  # peer -> bytes/s that it says arrive there
         self._reach, self._probes = CutOff(), False
         self._lost = Signal()  # when a peer could not be reached
@@ -112,10 +128,12 @@ class StagePeers:
         """Seconds after which no answer of a peer of stage `first` is expected any more, in which all after it have a
         part.
 
-        While no call was measured: `at_first_s`, and more where published rates say that devices are slow.
+        While no call was measured: `at_first_s`, and more where published rates say that devices are slow. The nearer
+        to the first stage, the longer: who is next to the peer that does not answer is to find out first.
         """
         way_s = sum(usual_s(wiring.rates().values()) for wiring in self._wirings[first:])
-        return self._times[first].given_up_after_s(name, max(at_first_s, _WAYS * way_s))
+        patience_s = self._times[first].given_up_after_s(name, max(at_first_s, _WAYS * way_s))
+        return patience_s + _LATER_S * (len(self._wirings) - 1 - first)
 
     # --- reachability -----------------------------------------------------------------------------------------
 
@@ -168,6 +186,7 @@ class StagePeers:
         if self._times[stage].is_overtaken(name):
             self._wirings[stage].rested(name)
         self._times[stage].took(name, now - started)
+        self.heard(name)
 
     async def first_answer(
         self,
@@ -270,22 +289,34 @@ class StagePeers:
         return all(map(self.is_cut_off, self._wirings[stage]))
 
     @contextmanager
-    def call_to(self, name: str) -> Iterator[None]:
-        """The scope of a call to a peer: Unreachable is raised when it leaves the swarm or falls silent."""
+    def call_to(self, name: str, patience_s: float) -> Iterator[float]:
+        """The scope of a call to a peer; yields the call's time limit, in seconds.
+
+        Unreachable is raised when the peer leaves the swarm or falls silent, TooSlow when it has answered none of our
+        calls for `patience_s`.
+        """
         self._hold_overtaken(name)
-        scopes = self._calls.setdefault(name, {})
-        with trio.CancelScope() as scope:
-            scopes[scope] = trio.current_time()
+        calls, call = self._calls.setdefault(name, {}), _Call(trio.current_time(), patience_s)
+        with trio.CancelScope(deadline=call.deadline(call.started)) as scope:
+            calls[scope] = call
             try:
-                yield
+                yield min(_PATIENCES * patience_s, RPC_DEADLINE_S)
             finally:
-                del scopes[scope]
-                if not scopes:
+                del calls[scope]
+                if not calls:
                     self._calls.pop(name, None)
         if scope.cancelled_caught:
+            now, peer = trio.current_time(), PeerId.parse(name)
+            if now >= scope.deadline:
+                raise TooSlow(f"no answer within {now - call.started:.0f} s", peer)
             serves = any(name in wiring for wiring in self._wirings)
-            reason = "it has fallen silent" if serves else "the peer has left the swarm"
-            raise Unreachable(reason, PeerId.parse(name))
+            raise Unreachable("it has fallen silent" if serves else "the peer has left the swarm", peer)
+
+    def heard(self, name: str) -> None:
+        """A peer has answered one of our calls: it works, and the others are waited for."""
+        now = trio.current_time()
+        for scope, call in self._calls.get(name, {}).items():
+            scope.deadline = call.deadline(now)
 
     def _look(self) -> None:
         """End the calls to peers with overdue answers that are silent as well.
@@ -294,10 +325,10 @@ class StagePeers:
         a call says nothing: nobody had asked the peer.
         """
         now = trio.current_time()
-        for name, since in self._calls.items():
-            waited_s = now - min(since.values())
+        for name, calls in self._calls.items():
+            waited_s = now - min(call.started for call in calls.values())
             if waited_s > _OVERDUE_S and min(waited_s, self._ways.doubt(PeerId.parse(name))) > _SILENT_S:
-                for scope in since:
+                for scope in calls:
                     scope.cancel()
 
     def note_arrival_rate(self, stage: int, name: str, bytes_per_s: float) -> None:

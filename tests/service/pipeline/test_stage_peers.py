@@ -81,9 +81,35 @@ async def test_who_waits_for_peers_that_fail_says_what_they_said(autojump_clock:
 def test_a_first_call_to_slow_devices_is_given_the_time_that_they_need_by_their_published_rates() -> None:
     peers = StagePeers(STAGES, SimClock(1, "t"), Ways())
     peers.update(members("a0", "b0", "a1"))
-    assert peers.given_up_after_s(0, peer("a0"), 150.0) == 150.0
+    later_s = 2.0 * (STAGES - 1)
+    assert peers.given_up_after_s(0, peer("a0"), 150.0) == 150.0 + later_s
     peers.update(msgspec.structs.replace(member, rate=0.05) for member in members("a0", "b0", "a1"))
-    assert peers.given_up_after_s(0, peer("a0"), 150.0) == 10 * (20.0 + 20.0)
-    assert peers.given_up_after_s(1, peer("a1"), 150.0) == 10 * 20.0
+    assert peers.given_up_after_s(0, peer("a0"), 150.0) == 10 * (20.0 + 20.0) + later_s
+    assert peers.given_up_after_s(1, peer("a1"), 150.0) == 10 * 20.0 + later_s - 2.0
     peers.update(msgspec.structs.replace(member, rate=5.0) for member in members("a0", "b0", "a1"))
-    assert peers.given_up_after_s(0, peer("a0"), 150.0) == 150.0
+    assert peers.given_up_after_s(0, peer("a0"), 150.0) == 150.0 + later_s
+
+
+async def test_a_call_is_waited_for_while_its_peer_answers_others_but_not_for_ever(autojump_clock: MockClock) -> None:
+    peers = StagePeers(STAGES, SimClock(1, "t"), Ways())
+    peers.update(members("a0", "b0"))
+    ended: dict[str, float] = {}
+
+    async def wait_in_vain(name: str) -> None:
+        with peers.call_to(peer(name), 10.0) as limit_s:
+            assert limit_s == 40.0
+            await trio.sleep_forever()
+
+    async def call(name: str) -> None:
+        with pytest.raises(TooSlow, match="no answer within"):
+            await wait_in_vain(name)
+        ended[name] = trio.current_time()
+
+    began = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(call, "a0")
+        nursery.start_soon(call, "b0")
+        for _ in range(8):
+            await trio.sleep(6.0)
+            peers.heard(peer("a0"))
+    assert ended == {"b0": began + 10.0, "a0": began + 40.0}
