@@ -176,15 +176,19 @@ class HopCosts:
 
     # --- what answers tell ------------------------------------------------------------------------------------
 
-    def answered(self, now: float, hops: Sequence[Hop], took_s: float, loads: Sequence[int]) -> None:
-        """A way from the trainer through these hops took so long. `loads`: by hop, others of ours that were there."""
+    def answered(
+        self, now: float, hops: Sequence[Hop], took_s: float, loads: Sequence[int], named: Sequence[str] | None = None
+    ) -> None:
+        """A way from the trainer through these hops took so long. `loads`: by hop, others of ours that were there;
+        `named`: who was to do it. Where another did, the time went to finding out that the named one does not.
+        """
         spent = within(hops, took_s)
         explained_s = [load * self._service_s(hop) for hop, load in zip(spent, loads, strict=True)]
         known_s = self._rest_s(spent, explained_s)
         before, outer_s = TRAINER, took_s
-        for hop, rest_s in zip(spent, known_s, strict=True):
+        for hop, rest_s, name in zip(spent, known_s, named or [hop.peer for hop in spent], strict=True):
             accounted_s = hop.whole_s if rest_s is None else min(hop.whole_s, _TRUSTED * rest_s)
-            self._note_pair(before, hop.peer, outer_s - accounted_s, now)
+            self._note_pair(before, name, outer_s - accounted_s, now, is_near=name == hop.peer)
             before, outer_s = hop.peer, hop.onward_s
         before = TRAINER
         for hop, explained in zip(spent, explained_s, strict=True):
@@ -214,12 +218,13 @@ class HopCosts:
             after = hop.peer
         return found[::-1]
 
-    def _note_pair(self, one: str, other: str, seconds: float, now: float) -> None:
+    def _note_pair(self, one: str, other: str, seconds: float, now: float, *, is_near: bool) -> None:
+        """`is_near`: it tells of the way between the two, and so of their places."""
         seconds = max(0.0, seconds)
         pair = self._pairs.get((one, other)) or _Pair()
         pair.note(seconds, now)
         self._pairs[one, other] = pair
-        if one != TRAINER:
+        if one != TRAINER and is_near:
             self._coordinates.measured(one, other, seconds)
 
 

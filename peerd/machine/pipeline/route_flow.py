@@ -107,7 +107,8 @@ class RouteFlow:
             return  # one has gone meanwhile, or never was
         loads = dict(zip(sent.route, sent.loads, strict=True))
         most = [loads.get(hop.peer, 0) + self._under_way[hop.peer] for hop in hops]
-        self._costs.answered(now, hops, took_s, most)
+        named = sent.route if len(sent.route) == len(hops) else None
+        self._costs.answered(now, hops, took_s, most, named)
 
     def update(self, rates: Mapping[str, float]) -> None:
         self._rates, serving = rates, frozenset(rates)

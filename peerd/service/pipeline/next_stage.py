@@ -34,7 +34,7 @@ log = logging.getLogger("peerd.service.pipeline.next_stage")
 
 PASS = "handover/1/pass"
 RELAY = "handover/1/relay"
-PASS_TIMEOUT_S = 150.0  # while no call was measured
+PASS_TIMEOUT_S = 600.0  # while no call was measured: devices may be slow. Who is silent is given up in seconds
 _TOLD_AGAIN_S = 30.0
 _PEERS_TRIED = 3  # of one stage, for one microbatch: then the trainer chooses anew
 _PATIENCE_S = 3.0  # with peers that cannot take a microbatch now

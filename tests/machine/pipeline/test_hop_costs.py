@@ -25,6 +25,15 @@ def test_an_answer_is_taken_apart() -> None:
     assert one.between("a", ["b"], 1.0) == [4.0]
 
 
+def test_the_time_lost_with_a_peer_that_did_not_do_it_counts_for_the_way_to_it_and_not_for_who_did() -> None:
+    one = costs()
+    for _ in range(3):
+        one.answered(0.0, [Hop("a", RECEIPT, 2.0, 0.0, 7.0), Hop("b", RECEIPT, 3.0)], 10.0, [0, 0])
+        one.answered(0.0, [Hop("a", RECEIPT, 2.0, 0.0, 157.0), Hop("b", RECEIPT, 3.0)], 160.0, [0, 0], ["a", "c"])
+    assert one.between("a", ["b"], 1.0) == [4.0]
+    assert one.between("a", ["c"], 1.0) == [154.0]
+
+
 def test_a_peer_that_is_not_known_is_taken_for_a_usual_one_nearby() -> None:
     one = costs()
     assert one.services(["a", "b"], 0.0, {}) == [0.0, 0.0]
