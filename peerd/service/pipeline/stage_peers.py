@@ -9,6 +9,7 @@ out until a probe gets through (`machine/pipeline/cut_off`). How much each peer 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class StagePeers:
         self._calls: dict[str, dict[trio.CancelScope, _Call]] = {}  # by peer
         self._uplinks: list[dict[str, float]] = [{} for _ in range(stages)]  # peer -> bytes/s that it says arrive there
         self._reach, self._probes = CutOff(), False
-        self._lost = Signal()  # when a peer could not be reached
+        self._to_look = Signal()  # when a peer could not be reached, or calls are under way again
         self._changed = Signal()  # when other peers serve, or one can be reached again
         self._problems = [""] * stages  # what the peer that failed last said of it
         self.waits_for: str | None = None  # the reason that no peer of a stage is called
@@ -146,8 +147,8 @@ class StagePeers:
                 now = trio.current_time()
                 for name in self._reach.due(now):
                     nursery.start_soon(self._probe, name)
-                with trio.move_on_at(min(self._reach.wakes_at(), now + _LOOK_S)):
-                    await self._lost.wait()
+                with trio.move_on_at(min(self._reach.wakes_at(), now + _LOOK_S if self._calls else math.inf)):
+                    await self._to_look.wait()
 
     async def _probe(self, name: str) -> None:
         try:
@@ -161,7 +162,7 @@ class StagePeers:
                 for wiring in self._wirings:
                     wiring.rested(name)
                 self._changed.notify()
-        self._lost.notify()
+        self._to_look.notify()
 
     def failed(self, stage: int, name: str, started: float, error: RemoteError) -> int:
         """A call that was `started` then has failed; returns how often the peer did so since its last answer."""
@@ -172,7 +173,7 @@ class StagePeers:
         serves = name in self._wirings[stage]  # else it has left, and its calls ended for that
         if self._probes and serves and isinstance(error, Unreachable) and self._reach.lost(name, now):
             log.info("…%s of stage %d cannot be reached: it is left out until it can be", name[-8:], stage)
-            self._lost.notify()
+            self._to_look.notify()
         return self._wirings[stage].failed(name, now, now - started)
 
     def level(self, name: str, times: int) -> int:
@@ -296,6 +297,8 @@ class StagePeers:
         calls for `patience_s`.
         """
         self._hold_overtaken(name)
+        if not self._calls:
+            self._to_look.notify()
         calls, call = self._calls.setdefault(name, {}), _Call(trio.current_time(), patience_s)
         with trio.CancelScope(deadline=call.deadline(call.started)) as scope:
             calls[scope] = call

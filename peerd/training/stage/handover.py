@@ -95,6 +95,8 @@ class HandOver:
         self._before = frozenset({self._own.text})
         self._under_way: dict[tuple[int, Mb], _UnderWay] = {}
         self._above = BoundedDict[tuple[int, Mb], _Above](MICROBATCHES)
+        self._linked_of: tuple[list[str], list[str]] = [], []  # the peers of which `_linked` was chosen
+        self._linked: list[str] = []
         self.room_bytes = 0
         self.refused_full = 0
         self._full_at = -1  # the step at which the log said that what is kept leaves no room
@@ -116,7 +118,10 @@ class HandOver:
             return []
         after = list(self.next.peers.wiring(self.next.stage)) if self.next is not None else []
         before = [] if self._takes_inbound() else sorted(self._before - {self._own.text})
-        return [name for names in (after, before) for name in self._chosen(names)]
+        if (after, before) != self._linked_of:
+            self._linked_of = after, before
+            self._linked = [name for names in (after, before) for name in self._chosen(names)]
+        return self._linked
 
     def _chosen(self, names: Sequence[str]) -> list[str]:
         def rank(name: str) -> bytes:
