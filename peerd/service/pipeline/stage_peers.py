@@ -132,9 +132,11 @@ class StagePeers:
         While no call was measured: `at_first_s`, and more where published rates say that devices are slow. The nearer
         to the first stage, the longer: who is next to the peer that does not answer is to find out first.
         """
-        way_s = sum(usual_s(wiring.rates().values()) for wiring in self._wirings[first:])
-        patience_s = self._times[first].given_up_after_s(name, max(at_first_s, _WAYS * way_s))
-        return patience_s + _LATER_S * (len(self._wirings) - 1 - first)
+        times = self._times[first]
+        if times.late_after_s(name) is None:
+            way_s = sum(usual_s(wiring.rates().values()) for wiring in self._wirings[first:])
+            at_first_s = max(at_first_s, _WAYS * way_s)
+        return times.given_up_after_s(name, at_first_s) + _LATER_S * (len(self._wirings) - 1 - first)
 
     # --- reachability -----------------------------------------------------------------------------------------
 
