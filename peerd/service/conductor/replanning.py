@@ -1,9 +1,10 @@
 """Placement by the measured network: now and then the conductor plans anew who serves which stage, and wishes moves.
 
-For runs with `pipeline.placement: network`. A plan is made when members have come or gone, or when a step of the
-placement that is there would take clearly longer or shorter than when it was planned; never twice in a short time. It
-is searched on a worker, from what is there, with the cost of moves (`machine/placement/replan`); the conductor's
-machine orders what it finds as far as it harms nobody. Too many peers for a plan: loads alone decide.
+For runs with `pipeline.placement: network`. A plan is made when members have come or gone, when more pairs are measured
+than when it was planned, or when a step of the placement that is there would take clearly longer or shorter;
+never twice in a short time. It is searched on a worker, from what is there, with the cost of moves
+(`machine/placement/replan`); the conductor's machine orders what it finds as far as it harms nobody. Too many peers for
+a plan: loads alone decide.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Replanning:
         self._rng = clock.rng("replanning")
         self._planned_at = -math.inf
         self._planned_of: tuple[tuple[str, int], ...] = ()
-        self._planned_s = 0.0
+        self._planned_s, self._planned_by = 0.0, 0  # seconds of a step then, and the figures of pairs that were known
         self.plans = 0  # that were made
 
     async def run(self) -> None:
@@ -69,14 +70,16 @@ class Replanning:
         of = tuple((load.peer, load.stage) for load in loads)
         look = partial(self._looked_at, loads, view, lines, stage_of)
         problem, step_s = await self._worker.run(look, name="look at the placement")
-        is_known = of == self._planned_of and abs(step_s - self._planned_s) <= _CHANGED * self._planned_s
-        if is_known or not math.isfinite(step_s):
+        known = sum(figure is not None for pair in view.values() for figure in (pair.rtt_s, pair.there, pair.back))
+        is_same = abs(step_s - self._planned_s) <= _CHANGED * self._planned_s and known <= self._planned_by
+        if (of == self._planned_of and is_same) or not math.isfinite(step_s):
             return
         stays = {device for device, load in enumerate(loads) if load.stays}
         options = ReplanOptions(moving_s=tenure.machine.rebalancing.price_s, step_s=step_s)
         search = partial(replanned, problem, stage_of, stays, options, self._rng)
         moves = await self._worker.run(search, name="plan the placement")
-        self._planned_at, self._planned_of, self._planned_s = trio.current_time(), of, step_s
+        self._planned_at, self._planned_of = trio.current_time(), of
+        self._planned_s, self._planned_by = step_s, known
         self.plans += 1
         if moves and self._driver.tenure is tenure:
             told = [Transfer(loads[device].peer, loads[device].stage, stage) for device, stage in moves.items()]
