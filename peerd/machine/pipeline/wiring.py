@@ -126,7 +126,7 @@ class Wiring:
         if peer is None:
             return 0
         # Calls that were sent together fail together: that is one failure.
-        if not self.rests(name, now) or (peer.rests_until <= now and now - took_s >= peer.failed_at):
+        if peer.rests_until <= now and (peer.lost_until <= now or now - took_s >= peer.failed_at):
             peer.failures += 1
             peer.failed_at = now
             peer.rests_until = now + backoff_s(peer.failures, _FIRST_REST_S, _LONGEST_REST_S)

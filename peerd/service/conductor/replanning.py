@@ -69,8 +69,7 @@ class Replanning:
             return
         of = tuple((load.peer, load.stage) for load in loads)
         look = partial(self._looked_at, loads, view, lines, stage_of)
-        problem, step_s = await self._worker.run(look, name="look at the placement")
-        known = sum(figure is not None for pair in view.values() for figure in (pair.rtt_s, pair.there, pair.back))
+        problem, step_s, known = await self._worker.run(look, name="look at the placement")
         is_same = abs(step_s - self._planned_s) <= _CHANGED * self._planned_s and known <= self._planned_by
         if (of == self._planned_of and is_same) or not math.isfinite(step_s):
             return
@@ -103,8 +102,9 @@ class Replanning:
         views: Views,
         lines: Lines,
         stage_of: tuple[int, ...],
-    ) -> tuple[PlacementProblem, float]:
-        """The problem, and seconds of a step with the placement that is there."""
+    ) -> tuple[PlacementProblem, float, int]:
+        """The problem, seconds of a step with the placement that is there, and the number of figures that are known."""
+        known = sum(figure is not None for pair in views.values() for figure in (pair.rtt_s, pair.there, pair.back))
         network = filled([load.peer for load in loads], lambda one, other: views[one, other], lines)
         speeds = [load.rate * self._stages[load.stage].flops for load in loads]
         problem = PlacementProblem(
@@ -113,4 +113,4 @@ class Replanning:
             self._stages,
             self._microbatches,
         )
-        return problem, steady_s(problem, stage_of)
+        return problem, steady_s(problem, stage_of), known

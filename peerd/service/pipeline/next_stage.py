@@ -177,9 +177,10 @@ class NextStage:
             limit_s = min(task.left_s, limit_s)
             answer = await self._rpc.call(peer, PASS, body, Passed, frames=task.frames, timeout_s=limit_s)
             self._check(peer, peer, task, answer)
-        self.peers.heard(name)
         if answer.body.broken is None:
             self.peers.answered(self.stage, name, task.cost, started)
+        else:
+            self.peers.heard(name)
         if answer.body.arrival_bytes_per_s > 0:
             self._arrival[name] = answer.body.arrival_bytes_per_s
         return answer
