@@ -67,6 +67,8 @@ class Seqs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     def numbers(self) -> tuple[int, ...]:
         """All of them, in order."""
+        if not self.spans:  # as most are
+            return ()
         found, end = list[int](), 0
         for skipped, count in self.spans:
             begin, end = end + skipped, end + skipped + count

@@ -30,15 +30,14 @@ class Granting:
 
     def grant(self, term: int, step: int, trainer: str, seqs: list[int], *, early: bool = False) -> Grant | None:
         """A grant for these microbatches of `trainer` in `step`; None: there are none."""
-        key = trainer, early
-        known = self._granted.get(key)
-        if known is not None and known[:3] == (term, step, seqs):
-            return known.grant
-        self._granted.pop(key, None)
         if not seqs:
             return None
-        made = grant(self._sign, GrantStatement(self._run, term, step, trainer, Seqs.of(seqs)))
-        self._granted[key] = _Granted(term, step, seqs, made)
+        key = trainer, early
+        known = self._granted.pop(key, None)
+        if known is None or known[:3] != (term, step, seqs):
+            made = grant(self._sign, GrantStatement(self._run, term, step, trainer, Seqs.of(seqs)))
+            known = _Granted(term, step, seqs, made)
+        self._granted[key] = known
         if len(self._granted) > GRANTED_TRAINERS:
             del self._granted[next(iter(self._granted))]
-        return made
+        return known.grant

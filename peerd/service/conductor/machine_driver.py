@@ -29,6 +29,7 @@ from peerd.machine.swarm.events import (
 from peerd.machine.swarm.posts import peer_of, short
 from peerd.service.conductor.orders import Orders, Reign
 from peerd.service.conductor.tenure import Tenure
+from peerd.service.conductor.waiting_reports import WaitingReports
 from peerd.signals import Signal
 
 _SILENT_S = 12.0  # a report comes at least every few seconds
@@ -36,6 +37,7 @@ _SILENT_ON_FULL_LINE_S = 30.0
 _SILENCE_LOOK_S = 2.0
 _IDLE_S = 5.0  # between looks while there is no machine
 _CALLS_AT_ONCE = 128  # started in one turn
+_MEMBERS = ""  # all of them want the same news; a trainer has its own
 
 
 class MachineDriver:
@@ -54,12 +56,11 @@ class MachineDriver:
         self.tenure: Tenure | None = None
         self.heard: dict[str, float] = {}  # post or trainer that reports -> when it was heard last
         self.nursery: trio.Nursery | None = None  # for a tenure's tasks; None: not running
-        self._waiting: dict[str, Signal] = {}  # trainers whose reports wait, each for news of its own
-        self._members_changed = Signal()  # what every member is told has changed
         self._changed_to: tuple[Conductor | None, int] = None, 0  # the machine, and its version for members
         self._due = 0.0  # the machine's next deadline
         self._awaited_until = 0.0  # when `keep_time` looks again
         self._sooner = Signal()  # given when the deadline comes before that
+        self._waiting = WaitingReports(self._sooner.notify)
 
     @property
     def machine(self) -> Conductor | None:
@@ -156,13 +157,15 @@ class MachineDriver:
         """
         self._read_deadline()
         while True:
-            self._awaited_until = self._due
+            self._awaited_until = min(self._due, self._waiting.look_at)
             with trio.move_on_at(self._awaited_until):
                 await self._sooner.wait()
-            if trio.current_time() < self._due:
+            now = trio.current_time()
+            self._waiting.end(now)
+            if now < self._due:
                 continue
             if self.tenure is not None:
-                self._carry_out(self.tenure, self.tenure.machine.wake(trio.current_time()))
+                self._carry_out(self.tenure, self.tenure.machine.wake(now))
             else:
                 self._read_deadline()
 
@@ -193,35 +196,25 @@ class MachineDriver:
         news = machine, machine.members_version if machine is not None else 0
         if news != self._changed_to:
             self._changed_to = news
-            self._members_changed.notify()
+            self._waiting.news(_MEMBERS)
         concerned = machine.concerned() if machine is not None else None
-        for name in list(self._waiting) if concerned is None else concerned:
-            if name in self._waiting:
-                self._waiting[name].notify()
+        if concerned is None:
+            self._waiting.news_for_all()
+            return
+        for name in concerned:
+            self._waiting.news(name)
 
     async def wait_for_members_news(self, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> None:
         """Wait until members have `news`, the tenure ends, or `wait_s` have passed."""
-        if self._is_answered(news, tenure, wait_s):
-            return
-        with trio.move_on_after(wait_s):
-            await self._members_changed.wait()
-            while self.tenure is tenure and not news():
-                await self._members_changed.wait()
+        await self._wait_for_news(_MEMBERS, news, tenure, wait_s)
 
     async def wait_for_trainers_news(self, name: str, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> None:
         """Wait until trainer `name` has `news`, the tenure ends, or `wait_s` have passed."""
-        if self._is_answered(news, tenure, wait_s):
-            return
-        signal = self._waiting.setdefault(name, Signal())
-        try:
-            with trio.move_on_after(wait_s):
-                await signal.wait()
-                while self.tenure is tenure and not news():
-                    await signal.wait()
-        finally:
-            if not signal.awaited and self._waiting.get(name) is signal:
-                del self._waiting[name]
+        await self._wait_for_news(name, news, tenure, wait_s)
 
-    def _is_answered(self, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> bool:
-        """True when a report need not wait: it costs neither a timer nor a turn of the scheduler, as most do not."""
-        return not wait_s or self.tenure is not tenure or news()
+    async def _wait_for_news(self, group: str, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> None:
+        if not wait_s:  # as most: it costs no turn of the scheduler
+            return
+        until = trio.current_time() + wait_s
+        while self.tenure is tenure and not news() and trio.current_time() < until:
+            await self._waiting.wait(group, until)

@@ -140,7 +140,7 @@ async def test_a_trainer_is_woken_by_what_concerns_it_and_not_by_others(autojump
         scene.driver.end()
         await trio.sleep(0.5)
         assert woken == [("a", 0.5), ("b", 1.0)]
-        assert scene.driver._waiting == {}
+        assert scene.driver._waiting.idle
         nursery.cancel_scope.cancel()
 
 
