@@ -99,8 +99,8 @@ def _handover(told: Any, role: Told) -> str:
     if told.get("refused_full"):
         phrase += f", {units.count(told['refused_full'])} refused for lack of room"
     ways = told.get("next")
-    for name, way in list(ways.items())[:_NEXT_SHOWN] if isinstance(ways, dict) else ():
-        phrase += f", to {units.short(str(name))} {_WAYS.get(way, way)}"
+    for at, (name, way) in enumerate(list(ways.items())[:_NEXT_SHOWN] if isinstance(ways, dict) else ()):
+        phrase += f"{', to' if at else ', hands on to'} {units.short(str(name))} {_WAYS.get(way, way)}"
     if isinstance(ways, dict) and len(ways) > _NEXT_SHOWN:
         phrase += f" and {len(ways) - _NEXT_SHOWN} more"
     return phrase
@@ -180,7 +180,7 @@ _PHRASES: Final[Mapping[str, Callable[[Any, Told], str]]] = {
     "aggregated_bytes": lambda value, role: f"{units.size(value)} summed for others",
     "busy_s": lambda value, role: f"busy for {units.duration(value)}" if value else "",
     "conducts": lambda value, role: "conducts the run" if value else "",
-    "conductor": lambda value, role: "" if role.get("conducts") else f"follows {units.short(str(value))}",
+    "conductor": lambda value, role: "" if role.get("conducts") else f"conducted by {units.short(str(value))}",
     "complete": lambda value, role: "the run is complete",
     "saved_steps": lambda value, role: f"saved at step {units.count(value[-1])}",
     "checkpoint": lambda value, role: f"checkpoints in {value}",

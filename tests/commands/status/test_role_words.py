@@ -38,7 +38,7 @@ def test_a_stage_peer_says_what_it_has_and_how_microbatches_go_on() -> None:
     handover = {"in_flight": 12, "queue": 3, "kept_bytes": 24e6, "room_bytes": 4e9, "refused_full": 0, "next": ways}
     (told,) = details({"role": "stage", "handover": handover})
     assert told.startswith("12 microbatches under way, 3 waiting, 24.0 MB of 4.0 GB kept, ")
-    assert told.endswith(", to …AAAAaaaa directly, to …BBBBbbbb over the trainer")
+    assert told.endswith(", hands on to …AAAAaaaa directly, to …BBBBbbbb over the trainer")
 
 
 def test_a_trainer_says_why_it_does_not_send_more() -> None:
