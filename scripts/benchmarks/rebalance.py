@@ -31,6 +31,7 @@ MOVE_S: Final = 60.0
 STEP_S: Final = 30.0
 UNDER_WAY: Final = 4  # microbatches, for each peer
 RULES: Final = ("none", "algorithm2_300", "algorithm2_60", "ours")
+PRICES_S: Final = (60, 200, 1000, 1_000_000)  # of a move, for ours: what fewer moves cost where peers are unequal
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,12 @@ class Shape:
         return f"{self.peers} peers, {self.stages} stages, {kind}{', unequal' if self.unequal else ''}"
 
 
+UNEQUAL: Final = Shape(60, 4, unequal=True)
 SHAPES: Final = (
     *(Shape(peers, 4, burst) for peers in (60, 120, 240) for burst in (1, 4, 10)),
     *(Shape(15 * stages, stages) for stages in (8, 16, 32)),
-    *(Shape(60, 4, burst, unequal=True) for burst in (1, 10)),
+    UNEQUAL,
+    Shape(60, 4, 10, unequal=True),
 )
 
 
@@ -121,8 +124,9 @@ class Stays:
 class Ordered:
     """Our rule with all that the conductor puts around it."""
 
-    def __init__(self, stages: int) -> None:
-        config = RebalanceConfig((1.0,) * stages)
+    def __init__(self, stages: int, price_s: float | None = None) -> None:
+        work = (1.0,) * stages
+        config = RebalanceConfig(work) if price_s is None else RebalanceConfig(work, price_s)
         self._moves, self._joins = OrderedMoves(config), Rebalancer(config)
         self._next = 0.0  # the first step's end that has anything new
 
@@ -150,6 +154,8 @@ def rule_of(name: str, stages: int, rng: random.Random) -> Rule:
         return Stays(stages, rng)
     if name == "ours":
         return Ordered(stages)
+    if name.startswith("price_"):
+        return Ordered(stages, float(name.removeprefix("price_")))
     return QueueRule(stages, float(name.rpartition("_")[2]))
 
 
@@ -283,10 +289,10 @@ def best_throughput(speeds: Sequence[float], stages: int) -> float:
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
-def measured(shape: Shape, seeds: int) -> dict[str, dict[str, float]]:
+def measured(shape: Shape, seeds: int, rules: Sequence[str] = RULES) -> dict[str, dict[str, float]]:
     """By rule: percent of the best overall, in the first and in the last hour, and moves, the means of all seeds."""
     found = {}
-    for rule in RULES:
+    for rule in rules:
         runs = [Simulation(shape, seed, rule).run() for seed in range(seeds)]
         parts = {"percent": slice(None), "first_hour": slice(0, 1), "last_hour": slice(-1, None)}
         found[rule] = {key: sum(run.percent(part) for run in runs) / seeds for key, part in parts.items()}
@@ -301,8 +307,19 @@ def measure(full: bool) -> Report:
         found = measured(shape, seeds)
         traces.append({"name": shape.name, **found})
         sections.append([*_figures(number, shape, found)])
+        if shape == UNEQUAL:
+            sections.append([*_by_price(measured(shape, seeds, [f"price_{price_s}" for price_s in PRICES_S]), found)])
     note = f"{seeds} seeds a trace; lost, moves: over what Algorithm 2 at T = 300 loses and moves; --full: 10 seeds"
     return Report("Rebalancing: percent of the best possible throughput", sections, note, {"traces": traces})
+
+
+def _by_price(ours: dict[str, dict[str, float]], found: dict[str, dict[str, float]]) -> Iterator[Figure]:
+    """Ours with a higher price of moves: what it loses then, and how many are left."""
+    theirs = found["algorithm2_300"]
+    for rule, one in ours.items():
+        lost = (100 - one["percent"]) / (100 - theirs["percent"])
+        text = f"{UNEQUAL.name}: ours, {rule.removeprefix('price_')} s a move, {one['moves']:.0f} moves: lost, over"
+        yield Figure(f"{rule}_lost", f"{text} Algorithm 2", lost, "", 2)
 
 
 def _figures(number: int, shape: Shape, found: dict[str, dict[str, float]]) -> Iterator[Figure]:
