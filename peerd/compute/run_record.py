@@ -9,7 +9,6 @@ checkpoint. Reading checks it like a run file; what is wrong is a ConfigError th
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any, Final
 
@@ -96,9 +95,3 @@ def _replace(path: Path, content: bytes) -> None:
     except OSError:
         aside.unlink(missing_ok=True)
         raise
-
-
-def copy_tokenizer(run: RunFile, target: Path) -> None:
-    """Copy the run's tokenizer, if it has one; raises OSError."""
-    if run.model.vocab != "bytes":
-        shutil.copyfile(run.model.vocab, target)

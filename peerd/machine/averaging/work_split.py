@@ -117,9 +117,6 @@ class Lines:
         """All that have told of their lines, sorted."""
         return sorted(self._said)
 
-    def is_helper(self, peer: str) -> bool:
-        return peer in self._said and self._said[peer].line.mode == "aux"
-
     def helpers(self) -> list[MemberInfo]:
         """All helpers, sorted, with the addresses at which they can be reached; none of them serves the stage."""
         return [
