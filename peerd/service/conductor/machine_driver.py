@@ -199,7 +199,7 @@ class MachineDriver:
             self._waiting.news(_MEMBERS)
         concerned = machine.concerned() if machine is not None else None
         if concerned is None:
-            self._waiting.news_for_all()
+            self._waiting.news_but_for(_MEMBERS)
             return
         for name in concerned:
             self._waiting.news(name)

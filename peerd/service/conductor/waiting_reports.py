@@ -47,9 +47,9 @@ class WaitingReports:
         for event in self._waiting.pop(group, ()):
             event.set()
 
-    def news_for_all(self) -> None:
-        """Wake all who wait now."""
-        for group in [*self._waiting]:
+    def news_but_for(self, but: str) -> None:
+        """Wake all groups but this one."""
+        for group in [group for group in self._waiting if group != but]:
             self.news(group)
 
     def end(self, now: float) -> None:

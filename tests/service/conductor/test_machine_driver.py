@@ -144,6 +144,25 @@ async def test_a_trainer_is_woken_by_what_concerns_it_and_not_by_others(autojump
         nursery.cancel_scope.cancel()
 
 
+async def test_members_are_not_woken_by_what_concerns_all_trainers(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = begun(nursery)
+        tenure, looks = scene.driver.tenure, list[float]()
+        assert tenure is not None
+
+        def has_news() -> bool:
+            looks.append(trio.current_time())
+            return False
+
+        nursery.start_soon(scene.driver.wait_for_members_news, has_news, tenure, 60.0)
+        await trio.sleep(0.1)
+        tenure.machine._versions.change_all()
+        scene.driver.wake_waiting()
+        await trio.sleep(0.1)
+        assert len(looks) == 1
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_deadline_that_moves_is_kept_whichever_way_it_moves(autojump_clock: MockClock) -> None:
     async with trio.open_nursery() as nursery:
         scene = begun(nursery)

@@ -46,11 +46,12 @@ async def test_news_wake_those_of_its_group_and_time_ends_the_others(autojump_cl
         await trio.sleep(2.0)
         assert 8.0 <= desk.over["other"] - began <= 8.0 + LOOK_S
         assert desk.waiting.look_at == math.inf, "nothing waits, and nothing is looked at"
-        nursery.start_soon(desk.wait, "late", "two", 8.0)
+        for group in ("one", "two", "three"):
+            nursery.start_soon(desk.wait, f"late {group}", group, 8.0)
         await trio.sleep(1.0)
-        desk.waiting.news_for_all()
+        desk.waiting.news_but_for("two")
         await trio.sleep(0.1)
-        assert "late" in desk.over
+        assert desk.over.keys() == {"first", "second", "other", "late one", "late three"}
         nursery.cancel_scope.cancel()
 
 
