@@ -31,34 +31,6 @@ def place(key: Key) -> int:
     return int.from_bytes(key.raw, "big")
 
 
-@dataclass(frozen=True, slots=True)
-class Contact:
-    """A peer and where it says it can be reached: multiaddrs in binary form, opaque here."""
-
-    peer: PeerId
-    addrs: tuple[bytes, ...] = ()
-    place: int = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "place", place(self.peer.key))
-
-
-@dataclass(slots=True)
-class _Seat:
-    contact: Contact
-    network: bytes | None
-    bucket: int
-    since: float  # when it got its seat
-    seen: float  # when it last answered or called us
-
-
-@dataclass(slots=True)
-class _Bucket:
-    reserve: BoundedDict[bytes, Contact]  # latest newcomer last
-    seats: dict[bytes, _Seat] = field(default_factory=dict)  # by raw peer id; least recently seen first
-    refreshed: float = 0.0
-
-
 def network_of(addrs: Iterable[bytes]) -> bytes | None:
     """The network that a peer's first public address is in: an IPv4 /24 or IPv6 /48. None: private, or only a name."""
     for addr in addrs:
@@ -77,6 +49,35 @@ def _is_private(first: int, second: int) -> bool:
         or (first == 172 and 16 <= second < 32)
         or (first == 100 and 64 <= second < 128)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """A peer and where it says it can be reached: multiaddrs in binary form, opaque here."""
+
+    peer: PeerId
+    addrs: tuple[bytes, ...] = ()
+    place: int = field(init=False, compare=False, repr=False)
+    network: bytes | None = field(init=False, compare=False, repr=False)  # see `network_of`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "place", place(self.peer.key))
+        object.__setattr__(self, "network", network_of(self.addrs))
+
+
+@dataclass(slots=True)
+class _Seat:
+    contact: Contact
+    bucket: int
+    since: float  # when it got its seat
+    seen: float  # when it last answered or called us
+
+
+@dataclass(slots=True)
+class _Bucket:
+    reserve: BoundedDict[bytes, Contact]  # latest newcomer last
+    seats: dict[bytes, _Seat] = field(default_factory=dict)  # by raw peer id; least recently seen first
+    refreshed: float = 0.0
 
 
 class Table:
@@ -123,9 +124,7 @@ class Table:
         if raw == self._own.raw:
             return False, None
         if raw in self._seats:
-            seat = self._seats[raw]
-            if seat.contact is not contact:
-                seat.contact, seat.network = contact, network_of(contact.addrs)
+            self._seats[raw].contact = contact
             self.seen(now, contact.peer)
             return False, None
         index = self._index(contact.place)
@@ -136,7 +135,7 @@ class Table:
             bucket.reserve[raw] = contact
             return False, next(iter(bucket.seats.values())).contact
         bucket.reserve.pop(raw, None)
-        bucket.seats[raw] = self._seats[raw] = _Seat(contact, network_of(contact.addrs), index, now, now)
+        bucket.seats[raw] = self._seats[raw] = _Seat(contact, index, now, now)
         return True, None
 
     def seen(self, now: float, peer: PeerId) -> None:
@@ -240,15 +239,15 @@ class Table:
 
     def _make_room(self, bucket: _Bucket, newcomer: Contact, room: int) -> bool:
         """Unseat the newest peer of a network that crowds the full `bucket`, for a peer of a rarer network."""
-        networks = Counter(seat.network for seat in bucket.seats.values())
+        networks = Counter(seat.contact.network for seat in bucket.seats.values())
         del networks[None]
         if not networks:
             return False
         crowd, size = networks.most_common(1)[0]
         share = max(1, room // _NETWORK_SHARE)
-        if size <= share or networks[network_of(newcomer.addrs)] >= share:
+        if size <= share or networks[newcomer.network] >= share:
             return False
-        crowded = [seat for seat in bucket.seats.values() if seat.network == crowd]
+        crowded = [seat for seat in bucket.seats.values() if seat.contact.network == crowd]
         newest = max(crowded, key=lambda seat: seat.since).contact.peer.raw
         del bucket.seats[newest], self._seats[newest]
         return True
