@@ -124,9 +124,7 @@ class Stays:
 class Ordered:
     """Our rule with all that the conductor puts around it."""
 
-    def __init__(self, stages: int, price_s: float | None = None) -> None:
-        work = (1.0,) * stages
-        config = RebalanceConfig(work) if price_s is None else RebalanceConfig(work, price_s)
+    def __init__(self, config: RebalanceConfig) -> None:
         self._moves, self._joins = OrderedMoves(config), Rebalancer(config)
         self._next = 0.0  # the first step's end that has anything new
 
@@ -153,9 +151,9 @@ def rule_of(name: str, stages: int, rng: random.Random) -> Rule:
     if name == "none":
         return Stays(stages, rng)
     if name == "ours":
-        return Ordered(stages)
+        return Ordered(RebalanceConfig((1.0,) * stages))
     if name.startswith("price_"):
-        return Ordered(stages, float(name.removeprefix("price_")))
+        return Ordered(RebalanceConfig((1.0,) * stages, price_s=float(name.removeprefix("price_"))))
     return QueueRule(stages, float(name.rpartition("_")[2]))
 
 
@@ -313,13 +311,17 @@ def measure(full: bool) -> Report:
     return Report("Rebalancing: percent of the best possible throughput", sections, note, {"traces": traces})
 
 
+def _lost(ours: dict[str, float], theirs: dict[str, float]) -> float:
+    """What one rule loses of the best possible, over what the other does."""
+    return (100 - ours["percent"]) / (100 - theirs["percent"])
+
+
 def _by_price(ours: dict[str, dict[str, float]], found: dict[str, dict[str, float]]) -> Iterator[Figure]:
     """Ours with a higher price of moves: what it loses then, and how many are left."""
     theirs = found["algorithm2_300"]
     for rule, one in ours.items():
-        lost = (100 - one["percent"]) / (100 - theirs["percent"])
         text = f"{UNEQUAL.name}: ours, {rule.removeprefix('price_')} s a move, {one['moves']:.0f} moves: lost, over"
-        yield Figure(f"{rule}_lost", f"{text} Algorithm 2", lost, "", 2)
+        yield Figure(f"{rule}_lost", f"{text} Algorithm 2", _lost(one, theirs), "", 2)
 
 
 def _figures(number: int, shape: Shape, found: dict[str, dict[str, float]]) -> Iterator[Figure]:
@@ -328,7 +330,6 @@ def _figures(number: int, shape: Shape, found: dict[str, dict[str, float]]) -> I
         text = f"{shape.name}: {rule}, {one['moves']:.0f} moves"
         yield Figure(f"percent_{number}_{rule}", text, one["percent"], "%", 2)
     ours, theirs = found["ours"], found["algorithm2_300"]
-    lost = (100 - ours["percent"]) / (100 - theirs["percent"])
-    yield Figure(f"lost_{number}", "  lost, ours over Algorithm 2", lost, "", 2, at_most=1 / 3)
+    yield Figure(f"lost_{number}", "  lost, ours over Algorithm 2", _lost(ours, theirs), "", 2, at_most=1 / 3)
     moves = ours["moves"] / max(1.0, theirs["moves"])
     yield Figure(f"moves_{number}", "  moves, ours over Algorithm 2", moves, "", 2, at_most=0.25)

@@ -99,10 +99,11 @@ def _handover(told: Any, role: Told) -> str:
     if told.get("refused_full"):
         phrase += f", {units.count(told['refused_full'])} refused for lack of room"
     ways = told.get("next")
-    for at, (name, way) in enumerate(list(ways.items())[:_NEXT_SHOWN] if isinstance(ways, dict) else ()):
-        phrase += f"{', to' if at else ', hands on to'} {units.short(str(name))} {_WAYS.get(way, way)}"
-    if isinstance(ways, dict) and len(ways) > _NEXT_SHOWN:
-        phrase += f" and {len(ways) - _NEXT_SHOWN} more"
+    if isinstance(ways, dict) and ways:
+        shown = [f"to {units.short(str(name))} {_WAYS.get(way, way)}" for name, way in ways.items()][:_NEXT_SHOWN]
+        phrase += f", hands on {', '.join(shown)}"
+        if len(ways) > _NEXT_SHOWN:
+            phrase += f" and {len(ways) - _NEXT_SHOWN} more"
     return phrase
 
 

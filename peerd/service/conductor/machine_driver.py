@@ -9,6 +9,7 @@ come in, its report may be behind them on a full line, and is waited for longer.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Final
 
 import trio
 
@@ -37,7 +38,7 @@ _SILENT_ON_FULL_LINE_S = 30.0
 _SILENCE_LOOK_S = 2.0
 _IDLE_S = 5.0  # between looks while there is no machine
 _CALLS_AT_ONCE = 128  # started in one turn
-_MEMBERS = ""  # all of them want the same news; a trainer has its own
+MEMBERS: Final = ""  # all of them want the same news; a trainer has its own
 
 
 class MachineDriver:
@@ -196,23 +197,16 @@ class MachineDriver:
         news = machine, machine.members_version if machine is not None else 0
         if news != self._changed_to:
             self._changed_to = news
-            self._waiting.news(_MEMBERS)
+            self._waiting.news(MEMBERS)
         concerned = machine.concerned() if machine is not None else None
         if concerned is None:
-            self._waiting.news_but_for(_MEMBERS)
+            self._waiting.news_but_for(MEMBERS)
             return
         for name in concerned:
             self._waiting.news(name)
 
-    async def wait_for_members_news(self, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> None:
-        """Wait until members have `news`, the tenure ends, or `wait_s` have passed."""
-        await self._wait_for_news(_MEMBERS, news, tenure, wait_s)
-
-    async def wait_for_trainers_news(self, name: str, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> None:
-        """Wait until trainer `name` has `news`, the tenure ends, or `wait_s` have passed."""
-        await self._wait_for_news(name, news, tenure, wait_s)
-
-    async def _wait_for_news(self, group: str, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> None:
+    async def wait_for_news(self, group: str, news: Callable[[], bool], tenure: Tenure, wait_s: float) -> None:
+        """Wait until MEMBERS, or the trainer of this name, have `news`, the tenure ends, or `wait_s` have passed."""
         if not wait_s:  # as most: it costs no turn of the scheduler
             return
         until = trio.current_time() + wait_s

@@ -34,7 +34,7 @@ from peerd.machine.swarm.events import MemberGone, MemberHello, TrainerReport
 from peerd.machine.swarm.posts import post_name
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.conductor.duty import Duty
-from peerd.service.conductor.machine_driver import MachineDriver
+from peerd.service.conductor.machine_driver import MEMBERS, MachineDriver
 from peerd.service.conductor.tenure import Tenure
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
 
@@ -86,7 +86,7 @@ class Reports:
         resend = not helps and not (machine.is_member(name, body.session) and machine.knows(name, body.position))
         # A member that has just reported in full, and is put aside, would do so again at once, and again.
         wait_s = body.wait_s if not resend else _PUT_ASIDE_S if body.held is not None else 0.0
-        await self._driver.wait_for_members_news(lambda: machine.members_version != body.seen, tenure, wait_s)
+        await self._driver.wait_for_news(MEMBERS, lambda: machine.members_version != body.seen, tenure, wait_s)
         self._still(tenure, name)
         resend = not helps and (resend or not machine.is_member(name, body.session))
         return Answer(self._to_member(tenure, body, resend=resend))
@@ -150,7 +150,7 @@ class Reports:
         begun, done = body.open.numbers(), tuple(map(_held_by_posts, body.done))
         self._driver.feed(TrainerReport(name, body.step, begun, done, body.early.numbers(), body.unknown.numbers()))
         news = lambda: machine.version(name) != body.seen  # noqa: E731
-        await self._driver.wait_for_trainers_news(name, news, tenure, body.wait_s)
+        await self._driver.wait_for_news(name, news, tenure, body.wait_s)
         self._still(tenure, name)
         return Answer(self._to_trainer(tenure, name, body, taken=taken))
 

@@ -33,8 +33,7 @@ class WaitingReports:
         event = trio.Event()
         waits = self._waiting.setdefault(group, {})
         waits[event] = until
-        if until < self.look_at:
-            self._look_sooner(max(until, self._looked_at + LOOK_S))
+        self._look_by(max(until, self._looked_at + LOOK_S))
         try:
             await event.wait()
         finally:
@@ -63,7 +62,7 @@ class WaitingReports:
         first = min((until for waits in self._waiting.values() for until in waits.values()), default=math.inf)
         self.look_at, self._looked_at = max(first, now + LOOK_S), now
 
-    def _look_sooner(self, at: float) -> None:
+    def _look_by(self, at: float) -> None:
         if at < self.look_at:
             self.look_at = at
             self._sooner()

@@ -10,6 +10,7 @@ from peerd.machine.conductor.phases import Phase
 from peerd.machine.swarm.events import MemberGone, Output, PrepareEnded, Probe, SendMove, TrainerReport
 from peerd.machine.swarm.posts import post_name
 from peerd.machine.swarm.roster import START
+from peerd.service.conductor.machine_driver import MEMBERS
 from tests.kit.conducting import hello
 from tests.kit.conductor_scene import OTHER, OWN, Scene
 
@@ -98,7 +99,7 @@ async def test_whoever_waits_is_woken_by_news_and_by_the_tenures_end(autojump_cl
         seen = tenure.machine.members_version
 
         async def wait(news_at: int) -> None:
-            await scene.driver.wait_for_members_news(lambda: tenure.machine.members_version >= news_at, tenure, 60.0)
+            await scene.driver.wait_for_news(MEMBERS, lambda: tenure.machine.members_version >= news_at, tenure, 60.0)
             woken.append(trio.current_time())
 
         began = trio.current_time()
@@ -127,7 +128,7 @@ async def test_a_trainer_is_woken_by_what_concerns_it_and_not_by_others(autojump
                 looked[name] = looked.get(name, 0) + 1
                 return tenure.machine.version(name) != seen
 
-            await scene.driver.wait_for_trainers_news(name, has_news, tenure, 60.0)
+            await scene.driver.wait_for_news(name, has_news, tenure, 60.0)
             woken.append((name, round(trio.current_time() - began, 2)))
 
         for name in ("a", "b"):
@@ -154,7 +155,7 @@ async def test_members_are_not_woken_by_what_concerns_all_trainers(autojump_cloc
             looks.append(trio.current_time())
             return False
 
-        nursery.start_soon(scene.driver.wait_for_members_news, has_news, tenure, 60.0)
+        nursery.start_soon(scene.driver.wait_for_news, MEMBERS, has_news, tenure, 60.0)
         await trio.sleep(0.1)
         tenure.machine._versions.change_all()
         scene.driver.wake_waiting()
