@@ -13,6 +13,7 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.run.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.sim.faults import inject, stall
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole
@@ -135,6 +136,21 @@ async def test_one_peer_moves_to_a_stage_that_lost_all_its_own(
         assert (moved["before"], moved["stage"]) == (1 - few, few)
         assert f"stage {few} has had no peer for" in str(moved["why"])
         await goes_on(world, roles)
+
+
+@pytest.mark.slow
+async def test_a_stage_that_is_lost_while_the_conductor_stands_still_is_filled_again(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    stall_s = 10.0  # it answers again before another takes the duty, and its mate has overtaken it
+    roles = Roles(run_of(tmp_path), tmp_path / "peers")
+    async with training(roles, 3) as world:
+        few = min((0, 1), key=lambda stage: len(serving(roles, stage)))
+        (conducts,) = [name for name, role in roles.live.items() if role.status().get("conducts")]
+        assert conducts not in serving(roles, few)
+        await inject(world, [stall(conducts, 0.0, stall_s)])
+        await lose(world, roles, few)
+        await goes_on(world, roles, stall_s + WITHIN_S)
 
 
 @pytest.mark.slow

@@ -36,8 +36,15 @@ class _Peer:
     rests_until: float = float("-inf")
     lost_until: float = float("-inf")  # it is picked only if nobody else is left
     full_until: float = float("-inf")  # it asked to be left alone so long, and has not failed
+    held_at: float = float("-inf")
+    held_until: float = float("-inf")  # others are picked meanwhile: one call shows whether it is back
     failures: int = 0
     failed_at: float = float("-inf")
+
+    @property
+    def left_until(self) -> float:
+        """The time until which it is not to be picked."""
+        return max(self.rests_until, self.held_until)
 
 
 class Wiring:
@@ -96,7 +103,7 @@ class Wiring:
 
     def _awake(self, now: float, avoid: Collection[str], never: Collection[str]) -> list[str]:
         peers = sorted(self._peers.items())
-        rested = [name for name, peer in peers if peer.rests_until <= now and name not in never]
+        rested = [name for name, peer in peers if peer.left_until <= now and name not in never]
         awake = [name for name in rested if self._peers[name].lost_until <= now] or rested
         return [name for name in awake if name not in avoid] or awake
 
@@ -125,6 +132,8 @@ class Wiring:
         peer = self._peers.get(name)
         if peer is None:
             return 0
+        if now - took_s >= peer.held_at:
+            peer.held_until = float("-inf")  # the call that was to show it has
         # Calls that were sent together fail together: that is one failure.
         if peer.rests_until <= now and (peer.lost_until <= now or now - took_s >= peer.failed_at):
             peer.failures += 1
@@ -141,28 +150,37 @@ class Wiring:
         if peer is not None:
             peer.rests_until = max(peer.rests_until, until)
             peer.full_until = max(peer.full_until, until)
+            peer.held_until = float("-inf")
 
-    def hold(self, name: str, until: float) -> None:
-        """Pick others until then, though `name` has neither failed again nor asked for it."""
+    def hold(self, name: str, now: float, until: float) -> None:
+        """Pick others until then, or until `name` has answered, failed or asked for a rest: one call shows which."""
         peer = self._peers.get(name)
         if peer is not None:
-            peer.rests_until = max(peer.rests_until, until)
+            peer.held_at, peer.held_until = now, until
+
+    def let_go(self, name: str) -> bool:
+        """`name` has answered a call, whatever it said. True: it was held."""
+        peer = self._peers.get(name)
+        if peer is None or peer.held_until == float("-inf"):
+            return False
+        peer.held_until = float("-inf")
+        return True
 
     def rested(self, name: str) -> None:
         """`name` need not rest any longer: it can be reached again."""
         peer = self._peers.get(name)
         if peer is not None:
-            peer.rests_until = peer.lost_until = float("-inf")
+            peer.rests_until = peer.lost_until = peer.held_until = float("-inf")
 
     def rests(self, name: str, now: float) -> bool:
         """True while `name` is left out."""
         peer = self._peers.get(name)
-        return peer is not None and max(peer.rests_until, peer.lost_until) > now
+        return peer is not None and max(peer.left_until, peer.lost_until) > now
 
     def is_full(self, name: str, now: float) -> bool:
         """True while `name` rests only because it asked for it."""
         peer = self._peers.get(name)
-        return peer is not None and now < peer.rests_until <= peer.full_until
+        return peer is not None and now < peer.left_until <= peer.full_until
 
     def seconds_per_unit(self, name: str) -> float:
         """Measured seconds per unit of cost; 0 when `name` has not answered yet."""
@@ -171,7 +189,7 @@ class Wiring:
 
     def wakes_at(self, now: float) -> float | None:
         """Time at which the first peer may be picked again, when all rest; None when nobody serves the stage."""
-        return max(now, min(p.rests_until for p in self._peers.values())) if self._peers else None
+        return max(now, min(p.left_until for p in self._peers.values())) if self._peers else None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._peers)

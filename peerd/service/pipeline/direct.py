@@ -237,9 +237,10 @@ class DirectPipeline:
         with self.relaying.open(ticket), self._peers.call_to(way.route[0], within_s) as limit_s:
             answer = await self._rpc.call(peer, PASS, body, Passed, frames=frames, timeout_s=limit_s)
             self._check(peer, way, ticket, answer)
-        self._peers.heard(way.route[0])
         if answer.body.broken is None and way.first == way.low:
-            self._peers.times(way.first).took(way.route[0], trio.current_time() - started)
+            self._peers.took(way.first, way.route[0], started)
+        else:
+            self._peers.heard(way.route[0])
         self._sent_bytes += sum(len(frame.payload) for frame in frames)
         return answer
 

@@ -184,11 +184,16 @@ class StagePeers:
 
     def answered(self, stage: int, name: str, cost: float, started: float) -> None:
         """A call of so much `cost` that was `started` then has been answered."""
-        now = trio.current_time()
-        self._wirings[stage].answered(name, cost, started, now)
-        if self._times[stage].is_overtaken(name):
+        self._wirings[stage].answered(name, cost, started, trio.current_time())
+        self.took(stage, name, started)
+
+    def took(self, stage: int, name: str, started: float) -> None:
+        """A call that was `started` then, and says nothing of one stage alone, has been answered."""
+        times = self._times[stage]
+        if times.is_overtaken(name):  # it is as quick again as it was
             self._wirings[stage].rested(name)
-        self._times[stage].took(name, now - started)
+            self._changed.notify()
+        times.took(name, trio.current_time() - started)
         self.heard(name)
 
     async def first_answer(
@@ -219,6 +224,7 @@ class StagePeers:
         name = self._wirings[stage].pick(trio.current_time(), cost, never=never | {late} | self.away())
         if name is not None:
             self._times[stage].hedged(late)
+            self._ways.doubt(PeerId.parse(late))  # so that its silence says something once the mate has answered
             log.debug("…%s of stage %d is late with a microbatch: …%s is asked as well", late[-8:], stage, name[-8:])
         return name
 
@@ -240,7 +246,8 @@ class StagePeers:
         """Keep others from calling a peer that a mate has overtaken, now that a call shows whether it is back."""
         for wiring, times in zip(self._wirings, self._times, strict=True):
             if times.is_overtaken(name):
-                wiring.hold(name, trio.current_time() + _HELD_S)
+                now = trio.current_time()
+                wiring.hold(name, now, now + _HELD_S)
 
     def is_cut_off(self, name: str) -> bool:
         """True while the peer cannot be reached."""
@@ -322,6 +329,8 @@ class StagePeers:
         now = trio.current_time()
         for scope, call in self._calls.get(name, {}).items():
             scope.deadline = call.deadline(now)
+        if [wiring for wiring in self._wirings if wiring.let_go(name)]:
+            self._changed.notify()
 
     def _look(self) -> None:
         """End the calls to peers with overdue answers that are silent as well.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -140,3 +141,27 @@ def test_peers_that_seem_lost_are_tried_again_soon_when_nobody_else_is_left() ->
     assert wiring.pick(160.3, 1.0) is None
     assert wiring.wakes_at(160.3) == 160.5
     assert wiring.pick(160.5, 1.0) == "b"
+
+
+@pytest.mark.parametrize("ends", ["answer", "failure", "full", "nothing"])
+def test_one_call_shows_whether_a_held_peer_is_back_and_then_it_is_held_no_more(ends: str) -> None:
+    wiring = Wiring(random.Random(1))
+    wiring.update(["a"])
+    wiring.hold("a", 10.0, until=40.0)
+    assert wiring.pick(11.0, 1.0) is None
+    assert wiring.rests("a", 11.0)
+    assert wiring.wakes_at(11.0) == 40.0
+    wiring.failed("a", 11.5, took_s=5.0)  # an older call: says nothing about the one that is to show it
+    assert wiring.wakes_at(12.0) == 40.0
+    assert not wiring.is_full("a", 12.0)
+    if ends == "answer":
+        assert wiring.let_go("a")
+        assert not wiring.let_go("a")
+    elif ends == "failure":
+        wiring.failed("a", 12.5, took_s=1.0)
+    elif ends == "full":
+        wiring.rest("a", 12.6)
+        assert wiring.is_full("a", 12.55)
+    later = {"answer": 12.5, "failure": 13.5, "full": 12.6, "nothing": 40.0}[ends]
+    assert wiring.pick(later - 0.1, 1.0) is (None if ends != "answer" else "a")
+    assert wiring.pick(later, 1.0) == "a"

@@ -66,6 +66,45 @@ async def test_an_overtaken_peer_is_left_out_when_it_cannot_be_reached_and_rests
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize("says", ["took", "answered", "heard"])
+async def test_who_holds_back_from_an_overtaken_peer_calls_it_as_soon_as_it_answers(
+    autojump_clock: MockClock, says: str
+) -> None:
+    peers = StagePeers(STAGES, SimClock(1, "t"), Ways())
+    peers.update(members("a0", "b0"))
+    started, picked = trio.current_time(), list[float]()
+    peers.overtaken(0, peer("a0"), peer("b0"), started)
+    peers.update(members("a0"))  # the mate is gone
+    await trio.sleep(5.0)
+    assert await peers.pick(0, 1.0, set()) == peer("a0")
+
+    async def pick() -> None:
+        await peers.pick(0, 1.0, set())
+        picked.append(trio.current_time())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pick)
+        nursery.start_soon(pick)
+        await trio.sleep(1.0)
+        assert picked == [], "one call is to show whether it is back"
+        if says == "took":
+            peers.took(0, peer("a0"), started + 5.0)
+        elif says == "answered":
+            peers.answered(0, peer("a0"), 1.0, started + 5.0)
+        else:
+            peers.heard(peer("a0"))  # its way broke behind it: that says nothing of how quick it is
+        await trio.testing.wait_all_tasks_blocked()
+        assert picked == [started + 6.0] * (1 if says == "heard" else 2)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_late_peer_is_asked_for_a_sign_of_life_when_a_mate_is_asked(autojump_clock: MockClock) -> None:
+    peers = StagePeers(STAGES, SimClock(1, "t"), ways := Ways())
+    peers.update(members("a0", "b0"))
+    assert peers.mate(0, 1.0, peer("a0")) == peer("b0")
+    assert ways.doubted == {"a0"}
+
+
 async def test_who_waits_for_peers_that_fail_says_what_they_said(autojump_clock: MockClock) -> None:
     peers = StagePeers(STAGES, SimClock(1, "t"), Ways())
     peers.update(members("a0", "b0"))
