@@ -10,6 +10,7 @@ from typing import Final
 from peerd.core.ids import PeerId
 
 OTHER_RUN_FILE: Final = "your run file differs from this run's"  # the reason of a Refused, where that is it
+NOT_CONDUCTING: Final = "this peer does not conduct"  # a Refused of one that is not the conductor begins so
 _DISTRIBUTIONS: Final = {"yaml": "PyYAML", "nacl": "pynacl", "google": "protobuf", "sklearn": "scikit-learn"}
 
 

@@ -14,6 +14,7 @@ from peerd.sim.clock import run_virtual
 from peerd.sim.faults import inject, stall
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
+from roles.trainer import TrainerRole
 from tests.kit.amount import some
 from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
 from tests.kit.world import home_line
@@ -51,3 +52,33 @@ def test_a_delayed_run_goes_on_after_its_conductor_stood_still(tmp_path: Path, s
     run_virtual(stall_again_and_again, roles, seed, seed=seed)
     handed_on = [note for note in roles.conductor_notes() if "hands the conductor's duty on" in note]
     assert len(handed_on) >= STALLS, "it was taken over each time, and whoever had stood still gave it up"
+
+
+async def come_after_a_stall(roles: Roles, counts: list[int]) -> None:
+    """Counts of reigns: once the duty has gone on and the first conductor is back, and after a newcomer's steps."""
+    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
+        await start_replicas(world, roles, 2)
+        assert await world.until(lambda: roles.replica_step() >= 2, within_s=PATIENCE_S), roles.story()
+        (first,) = [name for name, role in roles.live.items() if role.replica._services.conducting.acting]
+        await inject(world, [stall(first, 0.0, 2 * STALL_S)])
+        before = roles.replica_step()
+        assert await world.until(lambda: roles.replica_step() >= before + 2, within_s=PATIENCE_S), roles.story()
+        counts.append(reigns(roles))
+        await world.start("newcomer", program=roles.program(TrainerRole))
+        newcomer = roles.live["newcomer"].replica
+        assert await world.until(lambda: newcomer.position.step >= before + 4, within_s=PATIENCE_S), roles.story()
+        await trio.sleep(STALL_S)
+        counts.append(reigns(roles))
+
+
+def reigns(roles: Roles) -> int:
+    return len([note for note in roles.conductor_notes() if "conducts the run from now on" in note])
+
+
+@pytest.mark.thorough
+def test_a_newcomer_finds_the_conductor_though_an_older_member_is_back(tmp_path: Path) -> None:
+    run = virtual_run(tmp_path, (40_000,), averaging=AveragingSection(sender_timeout_s=4.0))
+    roles, counts = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.25)), list[int]()
+    run_virtual(come_after_a_stall, roles, counts, seed=1)
+    assert counts[0] >= 2, "another has taken the duty on"
+    assert counts[1] == counts[0], "and keeps it, though the newcomer asks the older one first"

@@ -2,7 +2,8 @@
 
 Every peer of a run sorts stage 0 alike (those that can be dialed first, then since, peer id), so all end at the same
 conductor without an election. A peer that cannot be reached is suspected for a while and the next in order is asked; a
-peer that is asked takes the duty on only when it suspects all before it, too (`duty`). Answers of `ask` come from the
+peer that is asked takes the duty on only when it suspects all before it, too (`duty`). One that refuses sends us on as
+well: the first in the order may have been away, and be conducted by a later one since. Answers of `ask` come from the
 conductor of the moment; when it changes, `changes` goes up, and the caller reports again all that it cannot know.
 """
 
@@ -16,7 +17,8 @@ from typing import Protocol, TypeVar
 import msgspec
 import trio
 
-from peerd.core.errors import OTHER_RUN_FILE, Refused, RemoteError
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.errors import NOT_CONDUCTING, OTHER_RUN_FILE, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S, SUSPECTS
 from peerd.core.messages.encoding import Empty
@@ -46,6 +48,7 @@ _SUSPECT_S = 6.0
 _SUSPECT_MOST_S = 600.0
 _PATIENT_TIMES = 3  # that a peer may fail in a row before it is suspected for longer each time
 _RETRY_S = 0.3
+_FURTHER = 10  # peers later in the order that are asked as well, for each time that the first has refused
 _OVERDUE_S, _LOOK_S = 2.0, 1.0  # that an answer takes before its link is doubted, and between looks at it
 _ANEW_S = 3.0  # for another way to a peer whose link has ended
 _REFRESH_S = 3.0
@@ -76,6 +79,7 @@ class Following:
     joined_since: float | None = None
     ways: ConductorWays | None = None
     conductor: PeerId | None = None
+    accepted_by: PeerId | None = None  # the peer that took our last report, or got the duty from us
     changes: int = 0
     waits_for: str | None = None
     answered: bool = False  # True once a conductor has taken a report of ours
@@ -91,6 +95,10 @@ class Following:
     # Stage-0 peers known otherwise than from the directory -> (True when they cannot be dialed, serving since).
     _seen: dict[PeerId, tuple[bool, float]] = field(default_factory=dict)
     _refreshed: float = float("-inf")
+    _refusals: BoundedDict[PeerId, int] = field(
+        default_factory=lambda: BoundedDict(SUSPECTS)
+    )  # since one took a report
+    _denied: bool = False  # True when the last of them was for more than that the peer does not conduct
     _reported: dict[str, float] = field(default_factory=dict)  # kind of report -> time up to which its rate is used
 
     def order(self) -> list[PeerId]:
@@ -186,8 +194,29 @@ class Following:
         now, times = trio.current_time(), self._note_failure(peer)
         longer = min(2.0 ** max(0, times - _PATIENT_TIMES), _SUSPECT_MOST_S / _SUSPECT_S)
         self._suspects[peer] = now + _SUSPECT_S * longer
-        if self.conductor == peer:
+        self._let_go_of(peer)
+
+    def _let_go_of(self, peer: PeerId) -> None:
+        if self.conductor == peer:  # else another one is known already
             self.conductor = None
+        if self.accepted_by == peer:
+            self.accepted_by = None
+
+    def hand_to(self, peer: PeerId) -> None:
+        """Have this peer conduct us, which has answered that it conducts."""
+        self.trust(peer)
+        self.conductor = self.accepted_by = peer
+
+    def _note_refusal(self, peer: PeerId, error: Refused) -> None:
+        """Note that a peer took no report of ours: others are asked as well, and the reason is told that says most."""
+        elsewhere = error.args[0].startswith(NOT_CONDUCTING)
+        self._refusals[peer] = self._refusals.get(peer, 0) + 1
+        if not elsewhere:
+            self.differs = peer != self.own and error.args[0].startswith(OTHER_RUN_FILE)
+        if not (elsewhere and self._denied):
+            self.waits_for = f"the conductor: {error}"
+        self._denied = self._denied or not elsewhere
+        self._let_go_of(peer)
 
     def _note_failure(self, peer: PeerId) -> int:
         """Count a failure; returns how many there were in a row."""
@@ -231,20 +260,19 @@ class Following:
             try:
                 answer = await self._call(peer, method, make(), reply, timeout_s)
             except Refused as error:
-                self.waits_for = f"the conductor: {error}"
-                self.differs = peer != self.own and error.args[0].startswith(OTHER_RUN_FILE)
-                if self.conductor == peer:  # else another one is known already
-                    self.conductor = None
+                self._note_refusal(peer, error)
                 await self.refresh()
                 await trio.sleep(_RETRY_S)
             except RemoteError as error:
-                self.waits_for = f"the conductor: {error}"
+                self.waits_for, self._denied = f"the conductor: {error}", False
                 if not await self._reaches_anew(peer):
                     self.suspect(peer)
                 await trio.sleep(0.05)
             else:
                 self.trust(peer)
-                self.waits_for, self.answered, self.differs = None, True, False
+                self.accepted_by = peer
+                self._refusals.clear()
+                self.waits_for, self.answered, self.differs, self._denied = None, True, False, False
                 return answer.body
 
     async def _call(
@@ -337,7 +365,7 @@ class Following:
             order = self.order()
             awake = [peer for peer in order if self._suspects.get(peer, now) <= now]
             if awake:
-                return awake[0]
+                return min(enumerate(awake), key=lambda at: self._refusals.get(at[1], 0) + at[0] / _FURTHER)[1]
             # It may have been our own line: the peer with the fewest failures is asked again, before its time is over.
             tried = [(*self._failures.get(p, (0, 0.0)), place) for place, p in enumerate(order)]
             if rested := [(times, place) for times, at, place in tried if now - at >= _SUSPECT_S]:

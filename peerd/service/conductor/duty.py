@@ -2,8 +2,9 @@
 
 When a peer reports, and every peer before this one in the order is suspected (`Following.duty`), a tenure begins, in a
 term above all that are believed. Every few seconds, and soon after a report names a later term, the peers of stage 0
-are asked whether they conduct as well; `Rivals` weighs their claims. Steps known by hearsay go to the machine.
-Hostile input: a term in any peer's report only makes this peer look.
+are asked whether they conduct as well; `Rivals` weighs their claims. Who is itself conducted by another peer sends all
+that ask it to look further, except one that goes on asking: that one does not reach the conductor. Steps known by
+hearsay go to the machine. Hostile input: a term in any peer's report only makes this peer look.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from dataclasses import replace
 
 import trio
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
-from peerd.core.errors import Refused, RemoteError
+from peerd.core.errors import NOT_CONDUCTING, Refused, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.limits import LOOKED_AT_PEERS
+from peerd.core.limits import LOOKED_AT_PEERS, SUSPECTS
 from peerd.core.messages.proof import has_received
 from peerd.core.messages.swarm import Mb, Receipt
 from peerd.machine.conductor.conductor import Conductor
@@ -33,6 +35,8 @@ _LOOK_S = 2.0
 _REFRESH_S = 10.0  # for the directory, which asks many
 _FIRST_LOOK_S = 0.5
 _TAKE_OVER_GATHER_S = 0.3
+_INSISTS_S = 8.0  # that a peer asks one that is conducted by another: in that time it has asked many in the order
+_FORGOTTEN_S = 12.0  # between two calls, and it asks anew
 
 
 class Duty:
@@ -46,6 +50,7 @@ class Duty:
         self.work: tuple[float, ...] = ()  # of a microbatch in each stage, relative to each other; empty: all the same
         self.term = 0  # the latest that is believed; this peer's own while it conducts
         self._doubt = trio.Event()  # set, and replaced, when a report names a later term than ours
+        self._asking = BoundedDict[PeerId, tuple[float, float]](SUSPECTS)  # peers sent to look further -> since, last
 
     def hear_of_term(self, heard: int) -> None:
         """Note the term of the conductor that we follow."""
@@ -54,19 +59,23 @@ class Duty:
 
     # --- taking on --------------------------------------------------------------------------------------------
 
-    def act(self, seen_term: int) -> Tenure:
+    def act(self, seen_term: int, asker: PeerId) -> Tenure:
         """The tenure, which begins if the duty is ours; else raises Refused, with the peer to ask instead."""
         tenure = self._driver.tenure
         if tenure is None:
-            return self._take_on(seen_term)
+            return self._take_on(seen_term, asker)
         if seen_term > self.term:
             self._doubt.set()
         return tenure
 
-    def _take_on(self, seen_term: int) -> Tenure:
+    def _take_on(self, seen_term: int, asker: PeerId) -> Tenure:
         own, duty, nursery = self._following.own, self._following.duty(), self._driver.nursery
         if duty != own or self._following.joined_since is None or nursery is None:
-            raise Refused(f"the conductor is {duty.short}")
+            raise Refused(f"{NOT_CONDUCTING}, {duty.short} should")
+        reigning = self._following.accepted_by
+        if reigning not in (None, own) and not self._insists(asker):
+            raise Refused(f"{NOT_CONDUCTING}, {reigning.short} does")
+        self._asking.clear()
         self.term = next_term(self.term, seen_term)
         tenure = self._new_tenure()
         self._driver.begin(tenure)
@@ -77,6 +86,15 @@ class Duty:
             nursery.start_soon(self._look_for, tenure.machine, peer, stage)
         self._driver.notes(f"conducts the run from now on (term {self.term})")
         return tenure
+
+    def _insists(self, asker: PeerId) -> bool:
+        """True for a peer that has asked us for long, though another peer conducts us: it does not reach that one."""
+        now = trio.current_time()
+        since, last = self._asking.get(asker, (now, now))
+        if now - last > _FORGOTTEN_S:
+            since = now
+        self._asking[asker] = since, now
+        return asker != self._following.own and now - since >= _INSISTS_S
 
     def _new_tenure(self) -> Tenure:
         own, now = self._following.own, trio.current_time()
@@ -137,7 +155,7 @@ class Duty:
     async def _look(self) -> None:
         directory = self._following.directory
         if directory.only_dials and self._following.duty() != self._following.own:
-            self._following.conductor = None
+            self._following.conductor = self._following.accepted_by = None
             self._resign("others can be dialed, and this peer cannot")
             return
         with trio.move_on_after(_REFRESH_S):
@@ -146,8 +164,7 @@ class Duty:
         for peer, term in (await self._rivals.conducting()).items():
             machine = self._driver.machine
             if machine is not None and self._rivals.better(self._reigning(machine), peer, term):
-                self._following.trust(peer)
-                self._following.conductor = peer
+                self._following.hand_to(peer)
                 self._resign(f"{peer.short} conducts, too, and has the better claim")
 
     @property

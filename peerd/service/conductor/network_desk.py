@@ -16,7 +16,7 @@ from typing import Final
 import trio
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.errors import OTHER_RUN_FILE, Overloaded, Refused
+from peerd.core.errors import NOT_CONDUCTING, OTHER_RUN_FILE, Overloaded, Refused
 from peerd.core.limits import MEMBERS, NETWORK_PART_PAIRS
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.network import MappedPair, NetworkMapAsk, NetworkPart, NetworkReport
@@ -69,7 +69,7 @@ class NetworkDesk:
         if fingerprint != self._run:
             raise Refused(OTHER_RUN_FILE)
         if self._driver.tenure is None:
-            raise Refused("this peer does not conduct")
+            raise Refused(NOT_CONDUCTING)
         return self._driver.tenure
 
     def _posts(self) -> dict[str, str]:

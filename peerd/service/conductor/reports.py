@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import trio
 
-from peerd.core.errors import OTHER_RUN_FILE, Refused
+from peerd.core.errors import NOT_CONDUCTING, OTHER_RUN_FILE, Refused
 from peerd.core.ids import PeerId
 from peerd.core.limits import POSTS
 from peerd.core.messages.encoding import Empty
@@ -71,7 +71,7 @@ class Reports:
     async def _member(self, call: Incoming[MemberSync]) -> Answer[MemberAnswer]:
         body, name = call.body, post_name(call.peer.text, call.body.stage)
         self._check_run(body.run)
-        tenure = self._duty.act(body.term)
+        tenure = self._duty.act(body.term, call.peer)
         machine = tenure.machine
         self._check_post(machine, call.peer.text, body.stage)
         self._driver.heard[name] = trio.current_time()
@@ -143,7 +143,7 @@ class Reports:
     async def _trainer(self, call: Incoming[TrainerSync]) -> Answer[TrainerAnswer]:
         body, name = call.body, call.peer.text
         self._check_run(body.run)
-        tenure = self._duty.act(body.term)
+        tenure = self._duty.act(body.term, call.peer)
         machine = tenure.machine
         self._driver.heard[name] = trio.current_time()
         taken = machine.takes(body.step)
@@ -181,7 +181,7 @@ class Reports:
     def _still(self, tenure: Tenure, name: str) -> None:
         """After a report has waited: Refused where we conduct no more; else its sender counts as heard, unless lost."""
         if self._driver.tenure is not tenure:
-            raise Refused("this peer has handed the conductor's duty on")
+            raise Refused(f"{NOT_CONDUCTING} any more")
         self._driver.still_heard(name)
 
     # --- others -----------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Reports:
         self._check_run(call.body.run)
         tenure = self._driver.tenure
         if tenure is None:
-            raise Refused("this peer does not conduct")
+            raise Refused(NOT_CONDUCTING)
         machine = tenure.machine
         return Answer(
             MembersListed(
@@ -210,7 +210,7 @@ class Reports:
         """Answer with the term when this peer conducts; else refuse."""
         self._check_run(call.body.run)
         if self._driver.tenure is None:
-            raise Refused("this peer does not conduct")
+            raise Refused(NOT_CONDUCTING)
         return Answer(Conducts(self._duty.term))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import trio
 from trio.testing import MockClock
 
-from peerd.core.errors import Refused
+from peerd.core.errors import NOT_CONDUCTING, Refused
 from peerd.core.ids import PeerId
 from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S
 from peerd.core.messages.encoding import Empty
@@ -203,6 +204,58 @@ async def test_a_refusal_is_shown_and_asked_again(autojump_clock: MockClock) -> 
         me = following(rpcs[0], ids[0], directory)
         await me.ask("swarm/4/test", Empty, Empty, 5.0)
         assert refusals == -1
+
+
+async def test_who_is_refused_asks_further_and_the_first_again_before_all_others(autojump_clock: MockClock) -> None:
+    async with peers(16) as (_, ids, rpcs, directory):
+        log: list[int] = []
+
+        def refuses(number: int) -> None:
+            async def answer(call: Incoming[Empty]) -> Answer[Empty]:
+                log.append(number)
+                raise Refused(f"{NOT_CONDUCTING}, somebody does")
+
+            rpcs[number].serve("swarm/4/test", Empty, answer)
+
+        for number in range(1, 16):
+            if number != 14:
+                refuses(number)
+            directory.add(ids[number], float(number))
+        conducts(rpcs[14], log, 14)
+        me = following(rpcs[0], ids[0], directory)
+        await me.ask("swarm/4/test", Empty, Empty, 5.0)
+        assert log[:11] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1], "the first may have taken the duty on meanwhile"
+        assert log[-1] == 14
+        assert me.accepted_by == me.conductor == ids[14]
+        await me.ask("swarm/4/test", Empty, Empty, 5.0)
+        assert log[-2:] == [14, 14]
+
+
+async def test_of_refusals_the_conductors_own_is_shown(autojump_clock: MockClock) -> None:
+    async with peers(3) as (_, ids, rpcs, directory):
+        allowed = trio.Event()
+
+        async def deny(call: Incoming[Empty]) -> Answer[Empty]:
+            if allowed.is_set():
+                return Answer(Empty())
+            raise Refused("your token does not allow stage")
+
+        async def elsewhere(call: Incoming[Empty]) -> Answer[Empty]:
+            raise Refused(f"{NOT_CONDUCTING}, somebody does")
+
+        rpcs[1].serve("swarm/4/test", Empty, deny)
+        rpcs[2].serve("swarm/4/test", Empty, elsewhere)
+        directory.add(ids[1], 1.0)
+        directory.add(ids[2], 2.0)
+        me = following(rpcs[0], ids[0], directory)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(me.ask, "swarm/4/test", Empty, Empty, 5.0)
+            for _ in range(20):
+                await trio.sleep(0.1 * math.pi)
+                assert "your token does not allow stage" in str(me.waits_for)
+            allowed.set()
+        assert me.waits_for is None
+        assert me.accepted_by == ids[1]
 
 
 async def test_who_leaves_tells_the_conductor_and_waits_no_longer_than_a_second_for_it(

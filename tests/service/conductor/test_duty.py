@@ -23,16 +23,48 @@ from tests.kit.conductor_scene import OTHER, OWN, THIRD, Scene
 async def test_the_duty_is_taken_on_only_in_turn_and_while_this_peer_runs(autojump_clock: MockClock) -> None:
     scene = Scene()
     with pytest.raises(Refused):
-        scene.duty.act(0)
+        scene.duty.act(0, OWN.peer_id)
     async with trio.open_nursery() as nursery:
         scene.start(nursery)
         scene.following.note_stage0(OTHER.peer_id, 0.5, False)
         with pytest.raises(Refused, match=OTHER.peer_id.short):
-            scene.duty.act(0)
+            scene.duty.act(0, OWN.peer_id)
         scene.following.suspect(OTHER.peer_id)
-        tenure = scene.duty.act(4)
+        tenure = scene.duty.act(4, OWN.peer_id)
         assert (tenure.term, scene.duty.term) == (5, 5)
-        assert scene.duty.act(0) is tenure
+        assert scene.duty.act(0, OWN.peer_id) is tenure
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_is_conducted_by_another_conducts_only_for_one_that_goes_on_asking(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = Scene()
+        scene.start(nursery)
+        scene.following.hand_to(OTHER.peer_id)
+        for _ in range(12):
+            for asker in (THIRD.peer_id, OWN.peer_id):
+                with pytest.raises(Refused, match=f"does not conduct, {OTHER.peer_id.short} does"):
+                    scene.duty.act(0, asker)
+            await trio.sleep(0.6)
+        await trio.sleep(12.1)
+        with pytest.raises(Refused):
+            scene.duty.act(0, THIRD.peer_id)  # another day
+        await trio.sleep(8.0)
+        with pytest.raises(Refused):
+            scene.duty.act(0, OWN.peer_id)
+        assert scene.duty.act(0, THIRD.peer_id).term == 1, "it does not reach the other one"
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_is_conducted_by_another_conducts_at_once_when_that_one_is_gone(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        scene = Scene()
+        scene.start(nursery)
+        scene.following.hand_to(OTHER.peer_id)
+        with pytest.raises(Refused):
+            scene.duty.act(0, THIRD.peer_id)
+        scene.following.suspect(OTHER.peer_id)
+        assert scene.duty.act(0, THIRD.peer_id).term == 1
         nursery.cancel_scope.cancel()
 
 
@@ -40,14 +72,14 @@ async def test_a_term_that_is_named_makes_it_look_soon_and_changes_nothing(autoj
     async with trio.open_nursery() as nursery:
         scene = Scene()
         scene.start(nursery)
-        tenure = scene.duty.act(0)
+        tenure = scene.duty.act(0, OWN.peer_id)
         assert tenure.machine.phase is Phase.GATHERING
         scene.feed(hello(post_name(OWN.peer_id.text, 0)))
         await trio.sleep(4.0)
         assert tenure.machine.phase is Phase.OPEN
         before = len(scene.others.looks)
         await trio.sleep(0.1)
-        assert scene.duty.act(9) is tenure
+        assert scene.duty.act(9, OWN.peer_id) is tenure
         scene.duty.hear_of_term(9)
         await trio.sleep(0.6)
         assert len(scene.others.looks) == before + 1
@@ -59,7 +91,7 @@ async def test_a_peer_that_conducts_with_the_better_claim_gets_the_duty(autojump
     async with trio.open_nursery() as nursery:
         scene = Scene()
         scene.start(nursery)
-        scene.duty.act(0)
+        scene.duty.act(0, OWN.peer_id)
         post = post_name(THIRD.peer_id.text, 0)
         scene.driver.heard[post] = trio.current_time()
         scene.feed(hello(post, since=1.0))
@@ -82,7 +114,7 @@ async def test_a_peer_that_only_dials_gives_the_duty_to_one_that_can_be_dialed(a
     async with trio.open_nursery() as nursery:
         scene = Scene()
         scene.start(nursery)
-        scene.duty.act(0)
+        scene.duty.act(0, OWN.peer_id)
         scene.directory.only_dials = True
         scene.following.note_stage0(OTHER.peer_id, 5.0, False)
         await trio.sleep(3.0)
@@ -98,7 +130,7 @@ async def test_members_that_are_announced_are_waited_for_unless_nobody_reaches_t
             scene.start(nursery)
             scene.following.members = [MemberInfo(OTHER.peer_id.text, 0, [], True, since=1.0)]
             scene.unreachable = {OTHER.peer_id} if gone else set()
-            machine = scene.duty.act(0).machine
+            machine = scene.duty.act(0, OWN.peer_id).machine
             scene.feed(hello(post_name(OWN.peer_id.text, 0)))
             await trio.sleep(2.0)
             assert (machine.phase is Phase.OPEN) is gone
@@ -111,7 +143,7 @@ async def test_what_a_keeper_has_that_can_be_reached_counts(autojump_clock: Mock
         scene.directory.kept = {OTHER.peer_id: [Position(8, b"kept")], THIRD.peer_id: [Position(9, b"kept")]}
         scene.others.silent = {THIRD.peer_id}
         scene.start(nursery)
-        search = scene.duty.act(0).machine.search
+        search = scene.duty.act(0, OWN.peer_id).machine.search
         await trio.sleep(3.0)
         assert (search.announced_step, search.kept_step) == (9, 8)
         nursery.cancel_scope.cancel()
@@ -143,7 +175,7 @@ async def test_a_state_is_forsaken_soon_only_where_nobody_who_had_it_is_there(
         scene.directory.announced = dict(records)
         scene.others.silent = scene.unreachable = {OTHER.peer_id} if silent else set()
         scene.start(nursery)
-        machine = scene.duty.act(0).machine
+        machine = scene.duty.act(0, OWN.peer_id).machine
         scene.feed(hello(post_name(OWN.peer_id.text, 0)))
         scene.feed(replace(hello(post_name(THIRD.peer_id.text, 1), Position(9, b"here"), stage=1), digest=b"mean"))
         await trio.sleep(12.0)

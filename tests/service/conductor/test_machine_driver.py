@@ -21,7 +21,7 @@ def begun(nursery: trio.Nursery) -> Scene:
     """A tenure with one member."""
     scene = Scene()
     scene.start(nursery)
-    scene.duty.act(0)
+    scene.duty.act(0, OWN.peer_id)
     scene.driver.heard[POST] = trio.current_time()
     scene.feed(hello(POST))
     return scene
