@@ -309,7 +309,7 @@ def measure(full: bool) -> Report:
     note = (
         f"{scene.peers} peers, {scene.stages} stages, {scene.microbatches} microbatches a step, {len(scenes)} seeds of "
         f"{scene.steps} steps, {left} peers left in ours; computing alone takes {least_s(scene):.1f} s; "
-        "takes 20 minutes; --full: more seeds, hours"
+        "takes 20 minutes; --full: three seeds, an hour"
     )
     return Report("routes of microbatches", [_steps(seconds), _waste(wasted)], note, extra)
 
