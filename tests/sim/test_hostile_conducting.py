@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import trio
 
-from peerd.core.errors import RemoteError
+from peerd.core.errors import NOT_CONDUCTING, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.limits import POSTS, STAGES, TERM_MAX
@@ -49,7 +49,7 @@ class Hostile:
 
     def __init__(self, node: Node, roles: Roles) -> None:
         self.node, self.roles = node, roles
-        self.first = roles.of(TrainerRole)[0]
+        self.first, self.refused = roles.of(TrainerRole)[0], 0
         self.run = self.first.replica._services.fingerprint
 
     @property
@@ -93,6 +93,14 @@ class Hostile:
             return Answer(Conducts(term))
 
         self.node.rpc.serve("swarm/4/who", WhoConducts, who)
+
+    def refuses_all(self) -> None:
+        async def refuse(call: Incoming[Any]) -> Answer[Any]:
+            self.refused += 1
+            raise Refused(f"{NOT_CONDUCTING}, somebody should")
+
+        self.node.rpc.serve("swarm/4/member", MemberSync, refuse)
+        self.node.rpc.serve("swarm/4/trainer", TrainerSync, refuse)
 
 
 async def names_terms(hostile: Hostile) -> None:
@@ -189,6 +197,34 @@ def test_a_stranger_neither_stops_a_run_nor_takes_it_over(tmp_path: Path, attack
     )
     roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.03))
     run_virtual(attacked, roles, attack, within_s, seed=3)
+
+
+async def refuses_the_duty(roles: Roles) -> None:
+    async with World(3, swarm(), WorldConfig(line=home_line)).running() as world:
+        await start_replicas(world, roles, 3)
+        assert await world.until(lambda: roles.replica_step() >= 3, within_s=120), roles.story()
+        hostile = Hostile(await world.start("hostile"), roles)
+        hostile.refuses_all()
+        for _ in range(20):
+            await hostile.member(since=1.0)
+            await trio.sleep(0.3)
+        followings = [role.replica._services.following for role in roles.of(TrainerRole)]
+        assert {following.order()[0] for following in followings} == {hostile.node.id}
+        (conductor,) = [node for node in world.living() if node.id == hostile.conducting._host.id]
+        await world.kill(conductor)
+        wanted = roles.replica_step() + 5
+        assert await world.until(lambda: roles.replica_step() >= wanted, within_s=30), roles.story()
+        assert hostile.refused > 0, "it was asked first"
+        await world.start("newcomer", program=roles.program(TrainerRole))
+        wanted = roles.replica_step() + 5
+        newcomer = roles.live["newcomer"].replica
+        assert await world.until(lambda: newcomer.position.step >= wanted, within_s=30), roles.story()
+
+
+def test_a_peer_that_says_it_came_first_and_refuses_to_conduct_stops_nobody(tmp_path: Path) -> None:
+    run = virtual_run(tmp_path, (40_000,), averaging=AveragingSection(sender_timeout_s=2.0))
+    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.03))
+    run_virtual(refuses_the_duty, roles, seed=3)
 
 
 async def hangs_among_the_unreachable(roles: Roles) -> None:

@@ -3,7 +3,8 @@
 Every peer of a run sorts stage 0 alike (those that can be dialed first, then since, peer id), so all end at the same
 conductor without an election. A peer that cannot be reached is suspected for a while and the next in order is asked; a
 peer that is asked takes the duty on only when it suspects all before it, too (`duty`). One that refuses sends us on as
-well: the first in the order may have been away, and be conducted by a later one since. Answers of `ask` come from the
+well: the first in the order may have been away, and be conducted by a later one since. Where all refuse for long, the
+duty passes over those that do: whoever says that it came first could hold it for ever. Answers of `ask` come from the
 conductor of the moment; when it changes, `changes` goes up, and the caller reports again all that it cannot know.
 """
 
@@ -48,6 +49,7 @@ _SUSPECT_S = 6.0
 _SUSPECT_MOST_S = 600.0
 _PATIENT_TIMES = 3  # that a peer may fail in a row before it is suspected for longer each time
 _RETRY_S = 0.3
+_ROUNDS = 2  # that one refuses, and all others with it, until the duty passes it over
 _FURTHER = 10  # peers later in the order that are asked as well, for each time that the first has refused
 _OVERDUE_S, _LOOK_S = 2.0, 1.0  # that an answer takes before its link is doubted, and between looks at it
 _ANEW_S = 3.0  # for another way to a peer whose link has ended
@@ -179,10 +181,11 @@ class Following:
         return self.forecast.step_in_s if self.forecast is not None else None
 
     def duty(self) -> PeerId:
-        """The peer that should conduct, as we see it: ourselves only when all before us are suspected."""
-        now = trio.current_time()
-        for peer in self.order():
-            if peer == self.own or self._suspects.get(peer, now) <= now:
+        """The peer that should conduct, as we see it: ourselves only when all before us are suspected, or refuse."""
+        order = self.order()
+        rounds = _ROUNDS + len(order) / _FURTHER  # by then all have refused
+        for peer in order:
+            if peer == self.own or not (self.suspected(peer) or self._refusals.get(peer, 0) > rounds):
                 return peer
         return self.own
 

@@ -231,6 +231,38 @@ async def test_who_is_refused_asks_further_and_the_first_again_before_all_others
         assert log[-2:] == [14, 14]
 
 
+async def test_the_duty_passes_over_one_that_refuses_while_all_others_do(autojump_clock: MockClock) -> None:
+    async with peers(3) as (_, ids, rpcs, directory):
+        refused: list[int] = []
+
+        def refuses(number: int) -> None:
+            async def answer(call: Incoming[Empty]) -> Answer[Empty]:
+                refused.append(number)
+                raise Refused(f"{NOT_CONDUCTING}, somebody should")
+
+            rpcs[number].serve("swarm/4/test", Empty, answer)
+
+        refuses(1)  # it says that it came first
+        directory.add(ids[1], 1.0)
+        directory.add(ids[2], 20.0)
+        me = following(rpcs[0], ids[0], directory)
+        me.joined_since = 10.0
+
+        async def own(call: Incoming[Empty]) -> Answer[Empty]:
+            if me.duty() != ids[0]:
+                raise Refused(f"{NOT_CONDUCTING}, {me.duty().short} should")
+            return Answer(Empty())
+
+        rpcs[0].serve("swarm/4/test", Empty, own)
+        refuses(2)
+        assert me.duty() == ids[1]
+        with trio.fail_after(10.0):
+            await me.ask("swarm/4/test", Empty, Empty, 5.0)
+        assert me.accepted_by == ids[0]
+        assert refused.count(1) == 3
+        assert me.duty() == ids[1], "once somebody conducts, it is as before"
+
+
 async def test_of_refusals_the_conductors_own_is_shown(autojump_clock: MockClock) -> None:
     async with peers(3) as (_, ids, rpcs, directory):
         allowed = trio.Event()
