@@ -97,9 +97,8 @@ class Following:
     # Stage-0 peers known otherwise than from the directory -> (True when they cannot be dialed, serving since).
     _seen: dict[PeerId, tuple[bool, float]] = field(default_factory=dict)
     _refreshed: float = float("-inf")
-    _refusals: BoundedDict[PeerId, int] = field(
-        default_factory=lambda: BoundedDict(SUSPECTS)
-    )  # since one took a report
+    # Peer of stage 0 -> how often it has refused our reports since one took them.
+    _refusals: BoundedDict[PeerId, int] = field(default_factory=lambda: BoundedDict(SUSPECTS))
     _denied: bool = False  # True when the last of them was for more than that the peer does not conduct
     _reported: dict[str, float] = field(default_factory=dict)  # kind of report -> time up to which its rate is used
 

@@ -188,7 +188,7 @@ class StagePeers:
         self.took(stage, name, started)
 
     def took(self, stage: int, name: str, started: float) -> None:
-        """A call that was `started` then, and says nothing of one stage alone, has been answered."""
+        """A call that was `started` then has been answered, perhaps by a whole way: it tells no one peer's speed."""
         times = self._times[stage]
         if times.is_overtaken(name):  # it is as quick again as it was
             self._wirings[stage].rested(name)
@@ -244,9 +244,9 @@ class StagePeers:
 
     def _hold_overtaken(self, name: str) -> None:
         """Keep others from calling a peer that a mate has overtaken, now that a call shows whether it is back."""
+        now = trio.current_time()
         for wiring, times in zip(self._wirings, self._times, strict=True):
             if times.is_overtaken(name):
-                now = trio.current_time()
                 wiring.hold(name, now, now + _HELD_S)
 
     def is_cut_off(self, name: str) -> bool:
