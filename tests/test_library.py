@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -466,7 +467,11 @@ BODIES = {
 )
 def test_a_process_ends_in_time_by_ctrl_c_and_when_closing_is_forgotten(where: str) -> None:
     command = [sys.executable, "-u", "-c", LOOP % BODIES[where]]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # Where the tests run in the background of a script, Ctrl+C is ignored, and so it would be by their children.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed
+    ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "at it\n", process.stderr and process.stderr.read()
