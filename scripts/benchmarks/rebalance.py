@@ -312,7 +312,7 @@ def measure(full: bool) -> Report:
 
 
 def _lost(ours: dict[str, float], theirs: dict[str, float]) -> float:
-    """What one rule loses of the best possible, over what the other does."""
+    """Ratio of two rules' losses, each against the best possible."""
     return (100 - ours["percent"]) / (100 - theirs["percent"])
 
 

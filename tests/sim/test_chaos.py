@@ -93,7 +93,7 @@ class Chaos:
         return [role.status()["step"] for role in self._roles.live.values()]
 
     def story(self) -> str:
-        """What was done, and where each peer stands."""
+        """Misfortunes so far, the status of each peer, and its last events."""
         stands = [f"{name}: {role.status()}" for name, role in sorted(self._roles.live.items())]
         return "\n".join([*self.told, *stands, self._roles.story()])
 

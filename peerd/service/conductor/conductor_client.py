@@ -363,9 +363,8 @@ class Following:
             return self.conductor
         while True:
             await self.refresh()
-            now = trio.current_time()
-            order = self.order()
-            awake = [peer for peer in order if self._suspects.get(peer, now) <= now]
+            now, order = trio.current_time(), self.order()
+            awake = [peer for peer in order if not self.suspected(peer)]
             if awake:
                 return min(enumerate(awake), key=lambda at: self._refusals.get(at[1], 0) + at[0] / _FURTHER)[1]
             # It may have been our own line: the peer with the fewest failures is asked again, before its time is over.

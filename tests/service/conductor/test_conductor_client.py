@@ -68,6 +68,14 @@ def conducts(rpc: Rpc, log: list[int], number: int) -> None:
     rpc.serve("swarm/4/test", Empty, answer)
 
 
+def refuses(rpc: Rpc, log: list[int], number: int) -> None:
+    async def answer(call: Incoming[Empty]) -> Answer[Empty]:
+        log.append(number)
+        raise Refused(f"{NOT_CONDUCTING}, somebody should")
+
+    rpc.serve("swarm/4/test", Empty, answer)
+
+
 class LivingLinks:
     """Ways on which every peer answers pings."""
 
@@ -209,17 +217,9 @@ async def test_a_refusal_is_shown_and_asked_again(autojump_clock: MockClock) -> 
 async def test_who_is_refused_asks_further_and_the_first_again_before_all_others(autojump_clock: MockClock) -> None:
     async with peers(16) as (_, ids, rpcs, directory):
         log: list[int] = []
-
-        def refuses(number: int) -> None:
-            async def answer(call: Incoming[Empty]) -> Answer[Empty]:
-                log.append(number)
-                raise Refused(f"{NOT_CONDUCTING}, somebody does")
-
-            rpcs[number].serve("swarm/4/test", Empty, answer)
-
         for number in range(1, 16):
             if number != 14:
-                refuses(number)
+                refuses(rpcs[number], log, number)
             directory.add(ids[number], float(number))
         conducts(rpcs[14], log, 14)
         me = following(rpcs[0], ids[0], directory)
@@ -234,15 +234,8 @@ async def test_who_is_refused_asks_further_and_the_first_again_before_all_others
 async def test_the_duty_passes_over_one_that_refuses_while_all_others_do(autojump_clock: MockClock) -> None:
     async with peers(3) as (_, ids, rpcs, directory):
         refused: list[int] = []
-
-        def refuses(number: int) -> None:
-            async def answer(call: Incoming[Empty]) -> Answer[Empty]:
-                refused.append(number)
-                raise Refused(f"{NOT_CONDUCTING}, somebody should")
-
-            rpcs[number].serve("swarm/4/test", Empty, answer)
-
-        refuses(1)  # it says that it came first
+        refuses(rpcs[1], refused, 1)  # it says that it came first
+        refuses(rpcs[2], refused, 2)
         directory.add(ids[1], 1.0)
         directory.add(ids[2], 20.0)
         me = following(rpcs[0], ids[0], directory)
@@ -254,7 +247,6 @@ async def test_the_duty_passes_over_one_that_refuses_while_all_others_do(autojum
             return Answer(Empty())
 
         rpcs[0].serve("swarm/4/test", Empty, own)
-        refuses(2)
         assert me.duty() == ids[1]
         with trio.fail_after(10.0):
             await me.ask("swarm/4/test", Empty, Empty, 5.0)
@@ -272,11 +264,8 @@ async def test_of_refusals_the_conductors_own_is_shown(autojump_clock: MockClock
                 return Answer(Empty())
             raise Refused("your token does not allow stage")
 
-        async def elsewhere(call: Incoming[Empty]) -> Answer[Empty]:
-            raise Refused(f"{NOT_CONDUCTING}, somebody does")
-
         rpcs[1].serve("swarm/4/test", Empty, deny)
-        rpcs[2].serve("swarm/4/test", Empty, elsewhere)
+        refuses(rpcs[2], [], 2)
         directory.add(ids[1], 1.0)
         directory.add(ids[2], 2.0)
         me = following(rpcs[0], ids[0], directory)
