@@ -111,7 +111,7 @@ class Stage:
     network: Transport
     listener: MemoryListener
     nursery: trio.Nursery
-    ephemeral: bytes = b""  # secret bytes for the next hand-shakes
+    ephemeral: bytes = bytes(range(32))  # secret bytes for the next hand-shakes
     links: set[object] = field(default_factory=set)  # those that are no session's
 
     async def dialed(self) -> Hostile:

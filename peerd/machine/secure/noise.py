@@ -37,7 +37,7 @@ TAG_BYTES: Final = 16
 FRAME_BYTES: Final = 65535  # sealed, without the two bytes of length
 PLAIN_BYTES: Final = FRAME_BYTES - TAG_BYTES
 SEALED_BYTES: Final = FRAME_BYTES + 2
-_KEY_BYTES: Final = 32  # a first message is a key, and nothing else is so short
+_KEY_BYTES: Final = 32  # of any key; a first message is one, and nothing else is so short
 _POOLED_BYTES: Final = 4096  # plaintexts below this are cheap to allocate
 _NAME: Final = b"Noise_XX_25519_ChaChaPoly_SHA256"
 _SIGNED_PREFIX: Final = b"noise-libp2p-static-key:"
@@ -275,12 +275,19 @@ def _hkdf(chain: bytes, material: bytes) -> tuple[bytes, bytes]:
     return first, hmac.digest(key, first + b"\x02", "sha256")
 
 
+def _check_key(what: str, secret: bytes) -> None:
+    """Raises ValueError where a key has not its 32 bytes: libsodium reads on behind a shorter one."""
+    if len(secret) != _KEY_BYTES:
+        raise ValueError(f"{what} has {_KEY_BYTES} bytes, not {len(secret)}")
+
+
 class Secrets:
     """Keys of one side of a hand-shake: `static` (32 secret bytes) may serve many, `ephemeral` only one."""
 
     __slots__ = ("ephemeral", "identity", "signature", "static", "static_public")
 
     def __init__(self, identity: Keypair, static: bytes, ephemeral: bytes = b"") -> None:
+        _check_key("a static key", static)
         self.identity, self.static, self.ephemeral = identity, static, ephemeral
         self.static_public = bindings.crypto_scalarmult_base(static)
         self.signature = identity.sign(_SIGNED_PREFIX + self.static_public)
@@ -316,6 +323,7 @@ class Handshake:
         aes: bool = False,
     ) -> None:
         """`aes`: whether to offer AES, which is chosen if the other side does, too."""
+        _check_key("an ephemeral key", secrets.ephemeral)
         self.result: Session | None = None
         self._secrets, self._initiator, self._muxers, self._expected = secrets, initiator, tuple(muxers), expected
         self._aes = aes

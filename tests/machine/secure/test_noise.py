@@ -136,6 +136,15 @@ def test_a_stolen_identity_without_its_signature_is_refused() -> None:
             alice.feed(second)
 
 
+def test_a_key_of_another_length_is_refused() -> None:
+    """libsodium would read the memory behind a short one: a hand-shake that fails now and then."""
+    with pytest.raises(ValueError, match="static key has 32 bytes, not 31"):
+        Secrets(ALICE, bytes(31))
+    for ephemeral in (b"", bytes(31), bytes(33)):
+        with pytest.raises(ValueError, match="ephemeral key has 32 bytes"):
+            Handshake(Secrets(ALICE, bytes(32)).fresh(ephemeral), initiator=True, muxers=MUXERS)
+
+
 def test_any_flipped_bit_ends_the_handshake_or_its_proof() -> None:
     first = side(ALICE, initiator=True).start()
     second = side(BOB, initiator=False).feed(first)
