@@ -5,7 +5,7 @@ What was in each batch is read off the peers' own books at each commit. Not impo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ OPTIMIZERS = {
     "adamw": OptimizerSection(name="adamw", lr=3e-3, weight_decay=0.01, total_steps=STEPS),
     "lamb": OptimizerSection(name="lamb", lr=1e-2, weight_decay=0.01, eps=1e-6, total_steps=STEPS),
 }
+Sample = tuple[torch.Tensor, torch.Tensor, int]  # tokens, targets, and the step of the parameters
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 
 
@@ -134,6 +135,36 @@ def plain_torch(run: RunFile, batches: Batches, steps: int = STEPS) -> torch.nn.
         loss.backward()
         make_step()
     return model
+
+
+def replayed(run: RunFile, batches: Mapping[int, Mapping[Mb, Sample]], steps: int) -> torch.nn.Module:
+    """The same steps in one process, each sample with the parameters that it was computed with: a delayed run's."""
+    model = whole_model(run)
+    parameters = list(model.parameters())
+    make_step = stepping(parameters, run.optimizer)
+    past = [[p.detach().clone() for p in parameters]]  # before each step
+    for step in range(steps):
+        sums, samples = [torch.zeros_like(p) for p in parameters], 0
+        for _, (tokens, targets, at) in sorted(batches[step].items()):
+            put(parameters, past[at])
+            model.zero_grad()
+            logits = model(tokens)
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+            for total, p in zip(sums, parameters, strict=True):
+                total += p.grad * len(tokens)
+            samples += len(tokens)
+        put(parameters, past[step])
+        for p, total in zip(parameters, sums, strict=True):
+            p.grad = total / samples
+        make_step()
+        past.append([p.detach().clone() for p in parameters])
+    return model
+
+
+@torch.no_grad()
+def put(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -17,7 +17,6 @@ import pytest
 import torch
 import trio
 
-from peerd.compute.model.partition import whole_model
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.messages.swarm import Mb, Prepare
 from peerd.core.run.runfile import RunFile
@@ -25,7 +24,7 @@ from peerd.training.stage.orders import PostOrders
 from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
 from tests.kit.amount import few
-from tests.kit.exact import STEPS, differences, run_file, stepping, write_texts
+from tests.kit.exact import STEPS, Sample, differences, replayed, run_file, write_texts
 from tests.kit.training import Peer, Swarm, events, swarm
 
 pytestmark = [
@@ -33,8 +32,6 @@ pytestmark = [
     pytest.mark.socket,
     pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
 ]
-
-Sample = tuple[torch.Tensor, torch.Tensor, int]  # tokens, targets, and the step of the parameters
 
 
 class Books:
@@ -117,36 +114,6 @@ def delayed(run: RunFile) -> RunFile:
     return msgspec.structs.replace(run, optimizer=msgspec.structs.replace(run.optimizer, delayed=True))
 
 
-def replayed(run: RunFile, books: Books) -> torch.nn.Module:
-    """The same steps in one process."""
-    model = whole_model(run)
-    parameters = list(model.parameters())
-    make_step = stepping(parameters, run.optimizer)
-    past = [[p.detach().clone() for p in parameters]]  # before each step
-    for step in range(STEPS):
-        sums, samples = [torch.zeros_like(p) for p in parameters], 0
-        for _, (tokens, targets, at) in sorted(books.batches[step].items()):
-            put(parameters, past[at])
-            model.zero_grad()
-            logits = model(tokens)
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-            for total, p in zip(sums, parameters, strict=True):
-                total += p.grad * len(tokens)
-            samples += len(tokens)
-        put(parameters, past[step])
-        for p, total in zip(parameters, sums, strict=True):
-            p.grad = total / samples
-        make_step()
-        past.append([p.detach().clone() for p in parameters])
-    return model
-
-
-@torch.no_grad()
-def put(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
-
-
 async def finished(s: Swarm, peers: list[Peer]) -> None:
     with trio.move_on_after(200) as limit:
         for peer in peers:
@@ -157,7 +124,7 @@ async def finished(s: Swarm, peers: list[Peer]) -> None:
 async def compare(run: RunFile, books: Books, peers: list[Peer]) -> None:
     """All who made the last step have the parameters that the replay gives."""
     books.check()
-    plain = await trio.to_thread.run_sync(replayed, run, books)
+    plain = await trio.to_thread.run_sync(replayed, run, books.batches, STEPS)
     modules = [peer.role.replica.post.served.module for peer in peers]
     done = [module for module in modules if module.step == STEPS]  # its end may overtake a slow peer's leaving
     assert done

@@ -1,0 +1,181 @@
+"""Chaos without malice: peers are killed, stand still, are cut off, slow down, leave and join at random."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import trio
+
+from peerd.compute.model.stage_module import StageModule
+from peerd.core.errors import LocalError
+from peerd.sim.world import World
+from roles.aggregator import AuxRole
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+from tests.kit.virtualroles import Roles
+
+MISFORTUNES = 8
+LAST_S = (3.0, 8.0, 14.0, 25.0, 40.0)
+PAUSES_S = (0.0, 1.0, 5.0, 15.0)
+LEAVES_WITHIN_S = 30.0
+BACK_WITHIN_S = 60.0
+STEPS = 4
+SLOWER = 10.0
+
+
+class Chaos:
+    """A swarm and its misfortunes, each drawn by `rng`."""
+
+    def __init__(self, world: World, roles: Roles, rng: random.Random) -> None:
+        self._world, self._roles, self._rng, self._stages = world, roles, rng, roles.run.pipeline.stages
+        self._names: list[str] = []  # of all but helpers
+        self.told: list[str] = []
+
+    async def begin(self) -> None:
+        """Start the swarm: two peers a stage, or one more, and two trainers; of one stage, four replicas."""
+        boot = await self._world.start("boot")
+        self._world.bootstrap.append(boot.full_addr)
+        for _ in range(2 * self._stages + self._rng.randrange(2) if self._stages > 1 else 0):
+            await self._start("stage", StageRole)
+        for _ in range(2 if self._stages > 1 else 4):
+            await self._start("trainer", TrainerRole)
+        if self._rng.random() < 0.3:
+            await self._world.start("helper", program=self._roles.program(AuxRole))
+        assert await self._world.until(lambda: min(self.steps()) >= 3, within_s=BACK_WITHIN_S), self.story()
+
+    async def _start(self, kind: str, role: type) -> None:
+        name = f"{kind}{len(self._names)}"
+        self._names.append(name)
+        await self._world.start(name, program=self._roles.program(role))
+
+    async def strike(self) -> None:
+        """Let misfortunes come, some of them together, and mend all that is left to mend."""
+        kinds = (
+            *[self._kill] * 2,
+            *[self._stall] * 2,
+            self._cut,
+            self._part,
+            self._slow,
+            self._join,
+            self._leave,
+            self._lose_stage,
+        )
+        async with trio.open_nursery() as nursery:
+            for _ in range(MISFORTUNES):
+                nursery.start_soon(self._rng.choice(kinds), self._rng.choice(self._names), self._rng.choice(LAST_S))
+                await trio.sleep(self._rng.choice(PAUSES_S))
+        self._world.net.heal()
+        for name in self._names:
+            self._world.net.resume(name)
+        self._tell("all is mended")
+
+    async def goes_on(self) -> None:
+        """Wait until every peer takes part in new steps."""
+        seen: set[int] = set()
+
+        def on() -> bool:
+            steps = self.steps()
+            seen.add(max(steps))
+            return len(steps) == len(self._names) and len(seen) > STEPS and max(steps) - min(steps) <= 1
+
+        assert await self._world.until(on, within_s=BACK_WITHIN_S), self.story()
+
+    def steps(self) -> list[int]:
+        """The step of each peer that has one: all but helpers."""
+        return [role.status()["step"] for role in self._roles.live.values() if not isinstance(role, AuxRole)]
+
+    def modules(self) -> list[StageModule]:
+        """The model's parts that peers hold."""
+        members = [r.replica if isinstance(r, TrainerRole) else r for r in self._roles.live.values()]
+        return [post.served.module for member in members for post in getattr(member, "posts", [])]
+
+    def story(self) -> str:
+        """Misfortunes so far, the status of each peer, and its last events."""
+        stands = [f"{name}: {role.status()}" for name, role in sorted(self._roles.live.items())]
+        return "\n".join([*self.told, *stands, self._roles.story()])
+
+    def _tell(self, text: str) -> None:
+        self.told.append(f"{trio.current_time():.1f} {text}")
+
+    # --- misfortunes ------------------------------------------------------------------------------------------
+
+    async def _kill(self, name: str, for_s: float) -> None:
+        if self._world.nodes[name].up:
+            silent = self._rng.random() < 0.5
+            self._tell(f"{name} is killed{' silently' if silent else ''} for {for_s} s")
+            await self._world.kill(self._world.nodes[name], silent=silent)
+            await self._back(name, for_s)
+
+    async def _back(self, name: str, after_s: float) -> None:
+        await trio.sleep(after_s)
+        await self._world.restart(self._world.nodes[name])
+
+    async def _stall(self, name: str, for_s: float) -> None:
+        self._tell(f"{name} stands still for {for_s} s")
+        self._world.net.stall(name)
+        await trio.sleep(for_s)
+        self._world.net.resume(name)
+
+    async def _cut(self, name: str, _for_s: float) -> None:
+        other, both = self._rng.choice([one for one in self._names if one != name]), self._rng.random() < 0.5
+        self._tell(f"{name} does not reach {other}{', nor the reverse' if both else ''}")
+        self._world.net.block(name, other, both=both)
+        await trio.lowlevel.checkpoint()
+
+    async def _part(self, _name: str, for_s: float) -> None:
+        names = self._rng.sample(self._names, len(self._names))
+        far = names[: self._rng.randrange(1, len(names))]
+        self._tell(f"{', '.join(far)} are cut off from all others for {for_s} s")
+        self._world.net.partition(far, [*names[len(far) :], "boot"])
+        await trio.sleep(for_s)
+        self._world.net.heal()
+
+    async def _slow(self, name: str, for_s: float) -> None:
+        if (role := self._roles.live.get(name)) is None:
+            return
+        self._tell(f"{name} is {SLOWER:g} times as slow for {for_s} s")
+        device = role._ctx.worker("cpu")
+        device._microbatch_s *= SLOWER
+        await trio.sleep(for_s)
+        device._microbatch_s /= SLOWER
+
+    async def _lose_stage(self, _name: str, for_s: float) -> None:
+        """All peers of a stage go at once, or of a run of replicas all there are, and come back one by one."""
+        stage = self._rng.randrange(self._stages)
+        lost = [name for name in self._names if self._serves(name, stage)]
+        self._tell(f"stage {stage} is lost for {for_s} s: {', '.join(lost)}")
+        for name in lost:
+            await self._world.kill(self._world.nodes[name], silent=self._rng.random() < 0.5)
+        async with trio.open_nursery() as nursery:
+            for name in lost:
+                nursery.start_soon(self._back, name, for_s + self._rng.choice(PAUSES_S))
+
+    def _serves(self, name: str, stage: int) -> bool:
+        role: Any = self._roles.live.get(name)
+        if not self._world.nodes[name].up or role is None:
+            return False
+        member = role.replica if isinstance(role, TrainerRole) else role
+        return stage in [post.stage for post in getattr(member, "posts", [])]
+
+    async def _join(self, _name: str, _for_s: float) -> None:
+        trains = self._stages == 1 or self._rng.random() < 0.3
+        self._tell(f"a {'trainer' if trains else 'stage peer'} joins")
+        await self._start("trainer" if trains else "stage", TrainerRole if trains else StageRole)
+
+    async def _leave(self, name: str, for_s: float) -> None:
+        role: Any = self._roles.live.get(name)
+        if role is None or not self._world.nodes[name].up:
+            return
+        self._tell(f"{name} leaves for {for_s} s")
+        node, patience = self._world.nodes[name], trio.move_on_after(LEAVES_WITHIN_S)
+        gone = node.gone  # it may be killed meanwhile, and is brought back by that
+        try:
+            with patience:
+                await role.leave()
+        except* LocalError:
+            assert gone.is_set() or not node.up, "only of a process that is gone, no call can be made"
+        assert not patience.cancelled_caught, f"{name} does not come to leave\n{self.story()}"
+        if node.up and not gone.is_set():
+            await self._world.kill(node)
+            await self._back(name, for_s)

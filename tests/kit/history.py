@@ -1,0 +1,149 @@
+"""Histories of a run's states: which batches led from the start to the state that a peer has, whatever was lost.
+
+A swarm that loses a whole stage goes back to a restore point and makes steps again, with other batches: what was in
+step 7 has no one answer. Each commit is kept under the digest of the state that it led to; from any state the way leads
+back to the start. One plain torch process then makes the same steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+
+from peerd.compute.codec.frames import from_frame
+from peerd.compute.model.served_stage import ServedStage
+from peerd.compute.model.stage_module import StageModule
+from peerd.core.messages.swarm import Mb, Position, Prepare
+from peerd.core.run.runfile import RunFile
+from peerd.training.stage.orders import PostOrders
+from tests.kit.exact import TOLERANCE, Batches, Sample, distance, plain_torch, replayed
+
+
+@dataclass
+class Part:
+    """What one attempt to average sums, as far as peers of one stage said: each microbatch with what they saw of it."""
+
+    at: dict[Mb, int] = field(default_factory=dict)  # of the parameters that each was computed with, the step
+    inputs: dict[Mb, torch.Tensor] = field(default_factory=dict)  # of the first stage
+    targets: dict[Mb, torch.Tensor] = field(default_factory=dict)  # of the last one
+
+    def add(self, served: ServedStage) -> None:
+        """Add what one peer holds, now that it holds what it is to contribute and no more."""
+        for mb, kept in served._held.items():
+            self.at[mb] = kept.at
+            if served.module.first:
+                self.inputs[mb] = from_frame(kept.frames[0]).long()
+            if served.module.last:
+                self.targets[mb] = from_frame(kept.frames[1]).long()
+
+    def samples(self) -> dict[Mb, Sample]:
+        """All of a run of one stage."""
+        return {mb: (self.inputs[mb], self.targets[mb], at) for mb, at in self.at.items()}
+
+
+@dataclass
+class Commit:
+    """One step of one stage: the state before it, the batch, and the parameters after it."""
+
+    step: int
+    before: bytes
+    part: Part
+    after: dict[str, torch.Tensor]
+
+
+class Histories:
+    """All steps of this process's peers, from `watch` on."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, bytes], Commit] = {}  # by stage and the state after it
+        self._parts: dict[tuple[int, bytes], Part] = {}  # by stage and attempt
+        self._attempts: WeakKeyDictionary[PostOrders, bytes] = WeakKeyDictionary()  # whose sum lies prepared
+        self._faults: list[str] = []
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Keep each step from now on."""
+        part_of, step_to = PostOrders._part_of, PostOrders._step_to
+
+        def noted_part(orders: PostOrders, order: Prepare) -> Any:
+            given = part_of(orders, order)
+            if not isinstance(given, list):
+                self._parts.setdefault((order.stage, order.attempt), Part()).add(orders._state.model)
+                self._attempts[orders] = order.attempt
+            return given
+
+        async def noted_step(orders: PostOrders, target: Position) -> None:
+            module, attempt = orders._state.model.module, self._attempts.get(orders, b"")
+            before = module.digest()
+            await step_to(orders, target)
+            self._add(
+                module, Commit(target.step - 1, before, self._parts[module.stage, attempt], parameters_of(module))
+            )
+
+        monkeypatch.setattr(PostOrders, "_part_of", noted_part)
+        monkeypatch.setattr(PostOrders, "_step_to", noted_step)
+
+    def _add(self, module: StageModule, commit: Commit) -> None:
+        known = self._made.setdefault((module.stage, module.digest()), commit)
+        if (known.step, known.before) != (commit.step, commit.before) or known.part is not commit.part:
+            self._faults.append(f"stage {module.stage} has come to one state twice, in step {commit.step}")
+
+    def faults(self, run: RunFile, modules: list[StageModule]) -> list[str]:
+        """Empty where all came one way, each step of it had a whole batch, and plain torch comes to the same state.
+
+        Compared at the last step that all modules have made. Of a delayed run in several stages only the way is
+        looked at: a microbatch may be of another age in each stage.
+        """
+        ways: dict[int, list[Commit]] = {}
+        found = list(self._faults)
+        for module in modules:
+            way = self._way(module)
+            mates = ways.setdefault(module.stage, way)
+            if [commit.step for commit in way] != list(range(module.step)):
+                found.append(f"stage {module.stage}: step {module.step} is made of {[commit.step for commit in way]}")
+            if any(one is not other for one, other in zip(way, mates, strict=False)):
+                found.append(f"stage-mates of stage {module.stage} came other ways")
+        if not found and ways.keys() != set(range(run.pipeline.stages)):
+            found.append(f"only the stages {sorted(ways)} have a peer")
+        return found or self._differences(run, ways, min(module.step for module in modules))
+
+    def _differences(self, run: RunFile, ways: dict[int, list[Commit]], steps: int) -> list[str]:
+        batches, found = Batches(), list[str]()
+        parts = {step: [way[step].part for way in ways.values()] for step in range(steps)}
+        for step, stages in parts.items():
+            if any(part.at.keys() != stages[0].at.keys() for part in stages):
+                found.append(f"stages had other batches at step {step}: {[sorted(part.at) for part in stages]}")
+            batches.inputs[step] = {mb: tokens for part in stages for mb, tokens in part.inputs.items()}
+            batches.targets[step] = {mb: tokens for part in stages for mb, tokens in part.targets.items()}
+        found += batches.faults(run.batch.target_samples // run.pipeline.microbatch, steps)
+        if found or not steps or (run.optimizer.delayed and len(ways) > 1):
+            return found
+        if run.optimizer.delayed:
+            samples = {step: part.samples() for step, (part,) in parts.items()}
+            model = replayed(run, samples, steps)
+        else:
+            model = plain_torch(run, batches, steps)
+        expected = {name: value.detach() for name, value in model.named_parameters()}
+        for stage, way in ways.items():
+            for name, value in way[steps - 1].after.items():
+                if not (difference := distance(value, expected.pop(name))) <= TOLERANCE[run.model.dtype]:
+                    found.append(f"{name} of stage {stage} differs by {difference:.2e} after step {steps}")
+        return found + [f"no stage has {name}" for name in sorted(expected)]
+
+    def _way(self, module: StageModule) -> list[Commit]:
+        """The commits that led to a module's state, in order, from the start or from a state that nobody made here."""
+        way: list[Commit] = []
+        at = module.digest()
+        while (commit := self._made.get((module.stage, at))) is not None:
+            way.append(commit)
+            at = commit.before
+        return way[::-1]
+
+
+def parameters_of(module: StageModule) -> dict[str, torch.Tensor]:
+    """Copies of a stage's parameters, by their names in the whole model."""
+    state = module.state().items()
+    return {name.removeprefix("param/"): value for name, value in state if name.startswith("param/")}
