@@ -20,7 +20,7 @@ from peerd.core.errors import ConfigError
 from peerd.demo import children as children_module
 from peerd.demo import tether
 from peerd.demo.children import Child, Children
-from peerd.demo.expert_scene import ExpertScene, HostRow
+from peerd.demo.expert_scene import ExpertScene, HostRow, handed_on
 from peerd.demo.scene import Scene
 from peerd.demo.screen import LineScreen, picture
 from peerd.demo.setting import DemoWish, prepare
@@ -131,6 +131,18 @@ def test_a_host_that_was_killed_has_no_rate_any_more() -> None:
     alive, dead = (next(line for line in drawn(scene, 80, 24) if f"host-{n}" in line) for n in (1, 2))
     assert "14.8/s" in alive
     assert dead.split()[1:] == ["10", "702", "-", "killed"]
+
+
+def test_what_a_host_gave_away_before_it_was_killed_is_not_orphaned() -> None:
+    names = {
+        "0.0.1": ["expert.given"],
+        "0.0.2": ["expert.yielded", "expert.taken"],
+        "0.0.3": ["expert.taken", "expert.left_to"],
+        "0.0.4": ["expert.taken"],
+        "0.0.5": ["expert.kept_here"],
+    }
+    events = [{"name": name, "expert": uid} for uid, told in names.items() for name in told]
+    assert handed_on([{"name": "stage.entered"}, *events]) == {"0.0.1", "0.0.3"}
 
 
 def test_without_a_terminal_events_come_once_and_progress_now_and_then() -> None:

@@ -7,7 +7,7 @@ must be the digest of the newest one on the disk of the host that was killed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -70,12 +70,25 @@ def _host(child: Child) -> HostRow:
     )
 
 
+def handed_on(events: Iterable[dict[str, Any]]) -> set[str]:
+    """Experts that a host has left to other hosts, by its log, and has not taken again."""
+    left = set[str]()
+    for event in events:
+        uid = str(event.get("expert"))
+        if event.get("name") in ("expert.given", "expert.left_to", "expert.yielded"):
+            left.add(uid)
+        elif event.get("name") in ("expert.taken", "expert.adopted"):
+            left.discard(uid)
+    return left
+
+
 def newest_own(child: Child) -> dict[str, str]:
-    """The digest of the newest checkpoint of each expert that a host had made, as they lie on its disk."""
+    """The digest of the newest checkpoint of each expert that a host had to the end, as they lie on its disk."""
     peer = str((child.snapshot.get("peer") or {}).get("id"))
     own = [pointer for pointer in VaultDisk(child.data_dir / "expert" / "vault").listed() if pointer.peer.text == peer]
     newest = {str(pointer.expert.uid): pointer for pointer in sorted(own, key=lambda pointer: pointer.rank)}
-    return {uid: pointer.digest.hex() for uid, pointer in newest.items()}
+    others = handed_on(child.events())
+    return {uid: pointer.digest.hex() for uid, pointer in newest.items() if uid not in others}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

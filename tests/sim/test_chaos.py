@@ -15,10 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from peerd.core.run.check import check
 from peerd.core.run.runfile import (
     AveragingSection,
     BatchSection,
+    BoundarySection,
     CheckpointSection,
+    LimitsSection,
     ModelSection,
     OptimizerSection,
     PipelineSection,
@@ -36,7 +39,9 @@ CASES = range(int(os.environ.get("PEERD_CHAOS_CASES", "6")))
 
 
 def run_of(folder: Path, rng: random.Random, stages: int) -> RunFile:
-    return virtual_run(
+    """A run as drawn, one in three with lossy codes."""
+    lossy = rng.random() < 1 / 3
+    run = virtual_run(
         folder,
         (40_000,),
         model=ModelSection(d_model=8, heads=1, layers=max(2, stages), context=8, dtype="float64"),
@@ -45,12 +50,20 @@ def run_of(folder: Path, rng: random.Random, stages: int) -> RunFile:
             microbatch=1,
             handover=rng.choice(["direct", "trainer"]),
             placement=rng.choice(["load", "network"]),
+            boundary=BoundarySection(code=rng.choice(["auto", "bf16", "int8"]) if lossy else "none"),
         ),
         optimizer=OptimizerSection(name=rng.choice(["sgd", "adamw"]), lr=1e-3, delayed=rng.random() < 0.3),
         batch=BatchSection(target_samples=rng.choice([8, 24])),
-        averaging=AveragingSection(sender_timeout_s=rng.choice([4.0, 10.0]), group_size=rng.choice([0, 0, 3])),
+        averaging=AveragingSection(
+            code=rng.choice(["none", "fp16", "dynamic8", "powersgd"]) if lossy else "none",
+            sender_timeout_s=rng.choice([4.0, 10.0]),
+            group_size=rng.choice([0, 0, 3]),
+        ),
         checkpoint=CheckpointSection(every_steps=rng.choice([0, 2, 4]), keep=2),
+        limits=LimitsSection(microbatches_in_flight=rng.choice([0, 0, 0, 1, 3])),
     )
+    assert check(run) == []
+    return run
 
 
 async def mended(case: int, roles: Roles, rng: random.Random, histories: Histories) -> None:
@@ -72,7 +85,7 @@ def test_a_swarm_goes_on_exactly_after_misfortunes_of_all_kinds(
     rng = random.Random(f"chaos {case}")
     stages = (2, 3, 1)[case % 3]
     run = run_of(tmp_path, rng, stages)
-    print(f"case {case}: {stages} stages, {run.pipeline}, {run.optimizer.name}, delayed {run.optimizer.delayed}")
+    print(f"case {case}: {run.pipeline}, {run.averaging}, {run.optimizer.name}, delayed {run.optimizer.delayed}")
     roles = Roles(run, tmp_path / "peers", partial(PacedDevice, rng.choice([0.1, 0.3])))
     histories = Histories()
     histories.watch(monkeypatch)
