@@ -9,10 +9,12 @@ import trio
 
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import LocalError
+from peerd.sim.nat import KINDS
 from peerd.sim.world import World
 from roles.aggregator import AuxRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.athome import Homes
 from tests.kit.virtualroles import Roles
 
 MISFORTUNES = 8
@@ -24,30 +26,41 @@ STEPS = 4
 SLOWER = 10.0
 
 
+def public_ip(number: int) -> str:
+    """An address of the internet: between private ones nobody tries whether others can connect."""
+    return f"45.0.{number}.1"
+
+
 class Chaos:
     """A swarm and its misfortunes, each drawn by `rng`."""
 
-    def __init__(self, world: World, roles: Roles, rng: random.Random) -> None:
+    def __init__(self, world: World, roles: Roles, rng: random.Random, homes: Homes | None = None) -> None:
+        """`homes`: where peers live behind routers of all kinds, and the first node is a relay."""
         self._world, self._roles, self._rng, self._stages = world, roles, rng, roles.run.pipeline.stages
+        self._homes = homes
         self._names: list[str] = []  # of all but helpers
         self.told: list[str] = []
 
     async def begin(self) -> None:
         """Start the swarm: two peers a stage, or one more, and two trainers; of one stage, four replicas."""
-        boot = await self._world.start("boot")
+        network = self._homes.program("public", relay=True) if self._homes is not None else None
+        boot = await self._world.start("boot", program=network, ip=public_ip(0))
         self._world.bootstrap.append(boot.full_addr)
         for _ in range(2 * self._stages + self._rng.randrange(2) if self._stages > 1 else 0):
             await self._start("stage", StageRole)
         for _ in range(2 if self._stages > 1 else 4):
             await self._start("trainer", TrainerRole)
         if self._rng.random() < 0.3:
-            await self._world.start("helper", program=self._roles.program(AuxRole))
+            await self._start("helper", AuxRole)
         assert await self._world.until(lambda: min(self.steps()) >= 3, within_s=BACK_WITHIN_S), self.story()
 
     async def _start(self, kind: str, role: type) -> None:
-        name = f"{kind}{len(self._names)}"
-        self._names.append(name)
-        await self._world.start(name, program=self._roles.program(role))
+        number = len(self._world.nodes)
+        name = f"{kind}{number}"
+        if role is not AuxRole:
+            self._names.append(name)
+        network = self._homes.program(self._rng.choice(KINDS)) if self._homes is not None else None
+        await self._world.start(name, program=self._roles.program(role, network), ip=public_ip(number))
 
     async def strike(self) -> None:
         """Let misfortunes come, some of them together, and mend all that is left to mend."""
@@ -115,7 +128,8 @@ class Chaos:
 
     async def _back(self, name: str, after_s: float) -> None:
         await trio.sleep(after_s)
-        await self._world.restart(self._world.nodes[name])
+        if self._world.nodes[name].gone.is_set():  # else another misfortune has brought it back
+            await self._world.restart(self._world.nodes[name])
 
     async def _stall(self, name: str, for_s: float) -> None:
         self._tell(f"{name} stands still for {for_s} s")

@@ -93,36 +93,49 @@ class Roles:
                     await network(node, task_status=task_status)
 
             async with trio.open_nursery() as nursery:
-                await nursery.start(stand)
-                directory = self.directory / node.name
-                directory.mkdir(parents=True, exist_ok=True)
-                workers = {name: self.worker() for name in ("cpu", "files", "data", "coding", "planning")}
-                self.logs[node.name] = log = EventLog(node.clock)
-                ctx = RoleContext(
-                    run=own,
-                    services=RunServices(own, node.host, node.rpc, node.dht, node.clock, route=route, policy=policy),
-                    host=node.host,
-                    rpc=node.rpc,
-                    dht=node.dht,
-                    clock=node.clock,
-                    data_dir=directory,
-                    device="cpu",
-                    seed=1,
-                    log=log,
-                    worker=workers.__getitem__,
-                )
-                self.live[node.name] = built = role(ctx)
-                if own.pipeline.placement == "network" and ctx.services is not None:
-                    nursery.start_soon(ctx.services.link_watch.run)
-                task_status.started()
                 try:
-                    await built.run()
-                    await trio.sleep_forever()
+                    await nursery.start(stand)
+                    await self._live(node, role, own, route, policy, nursery, task_status)
                 finally:
-                    del self.live[node.name]
+                    self.live.pop(node.name, None)
                     below.cancel()
 
         return program
+
+    async def _live(
+        self,
+        node: Node,
+        role: Callable[[RoleContext], Any],
+        run: RunFile,
+        route: Route | None,
+        policy: RoutePolicy | None,
+        nursery: trio.Nursery,
+        task_status: trio.TaskStatus[None],
+    ) -> None:
+        """Run a role on a network that stands."""
+        directory = self.directory / node.name
+        directory.mkdir(parents=True, exist_ok=True)
+        workers = {name: self.worker() for name in ("cpu", "files", "data", "coding", "planning")}
+        self.logs[node.name] = log = EventLog(node.clock)
+        ctx = RoleContext(
+            run=run,
+            services=RunServices(run, node.host, node.rpc, node.dht, node.clock, route=route, policy=policy),
+            host=node.host,
+            rpc=node.rpc,
+            dht=node.dht,
+            clock=node.clock,
+            data_dir=directory,
+            device="cpu",
+            seed=1,
+            log=log,
+            worker=workers.__getitem__,
+        )
+        self.live[node.name] = built = role(ctx)
+        if run.pipeline.placement == "network" and ctx.services is not None:
+            nursery.start_soon(ctx.services.link_watch.run)
+        task_status.started()
+        await built.run()
+        await trio.sleep_forever()
 
     def of(self, kind: type) -> list[Any]:
         return [role for _, role in sorted(self.live.items()) if isinstance(role, kind)]

@@ -14,7 +14,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import trio
 
@@ -84,6 +84,13 @@ class _Search:
     breaks: Counter[tuple[int, str]] = field(default_factory=Counter)  # of ways that led through a stage's peer
     failures: int = 0
     waited_s: float = 0.0  # for a holder that has no room
+
+
+class _Options(NamedTuple):
+    """The peers that may do one stage. `free`: the policy chooses among them."""
+
+    names: list[str]
+    free: bool
 
 
 class DirectPipeline:
@@ -278,27 +285,32 @@ class DirectPipeline:
         """A peer for each stage: those of the attempt before where they are not to be avoided, and of those that only
         give what they keep, the holders; all others are the policy's choice.
         """
-        low, high, avoid = search.low, search.high, search.avoid
-        first, last = max(0, low - 1), min(self._last, high + 1)
-        options: list[list[str]] = []
-        free: list[int] = []  # stages whose peer the policy chooses
-        for stage in range(first, last + 1):
-            if not low <= stage <= high:
-                options.append([load.holdings[stage].peer])
-                continue
-            wiring, now = self._peers.wiring(stage), trio.current_time()
-            known = before.peer_of(stage) if before is not None and before.low <= stage <= before.high else None
-            if known is not None and known in wiring and known not in avoid[stage] and not wiring.rests(known, now):
-                options.append([known])
-                continue
-            found = self._peers.options(stage, avoid[stage], called=stage == first)
-            if found:
-                free.append(stage)
-            options.append(found or [await self._peers.pick(stage, self._cost, avoid[stage], called=stage == first)])
-        route = self._policy.choose(trio.current_time(), options, self._is_cut)
-        for stage in free:
-            self._peers.chosen(stage, route[stage - first], self._cost)
-        return _Way(low, high, first, route)
+        first = max(0, search.low - 1)
+        picked: dict[int, str] = {}
+        to_do = range(search.low, search.high + 1)
+        while True:  # peers of other stages may leave while one is waited for: then all are looked at again
+            options = {stage: self._options(stage, search, before, picked) for stage in to_do}
+            empty = next((stage for stage, found in options.items() if not found.names), None)
+            if empty is None:
+                break
+            picked[empty] = await self._peers.pick(empty, self._cost, search.avoid[empty], called=empty == first)
+        stages = range(first, min(self._last, search.high + 1) + 1)
+        names = [options[stage].names if stage in options else [load.holdings[stage].peer] for stage in stages]
+        route = self._policy.choose(trio.current_time(), names, self._is_cut)
+        for stage, found in options.items():
+            if found.free:
+                self._peers.chosen(stage, route[stage - first], self._cost)
+        return _Way(search.low, search.high, first, route)
+
+    def _options(self, stage: int, search: _Search, before: _Way | None, picked: dict[int, str]) -> _Options:
+        """The peers that may do a stage now; none: one has to be waited for, and is among the `picked` then."""
+        wiring, avoid, now = self._peers.wiring(stage), search.avoid[stage], trio.current_time()
+        known = before.peer_of(stage) if before is not None and before.low <= stage <= before.high else None
+        if known is not None and known in wiring and known not in avoid and not wiring.rests(known, now):
+            return _Options([known], free=False)
+        if picked.get(stage) in wiring:
+            return _Options([picked[stage]], free=False)
+        return _Options(self._peers.options(stage, avoid, called=stage == max(0, search.low - 1)), free=True)
 
     def _is_cut(self, one: str, other: str) -> bool:
         """True when `one` found no way to `other` lately."""

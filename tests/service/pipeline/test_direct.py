@@ -106,6 +106,17 @@ async def test_all_peers_of_a_stage_have_their_share(autojump_clock: MockClock) 
     assert all(10 <= count[name] <= 30 for name in ALL), count
 
 
+async def test_a_peer_that_leaves_while_another_stage_is_waited_for_is_not_sent_over(autojump_clock: MockClock) -> None:
+    one = Training("a0", "a1", "b1")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(one.train)
+        await trio.sleep(2)  # stage 2 has nobody yet
+        one.pipeline.update(members("b0", "a1", "b1"))
+        await trio.sleep(2)
+        one.pipeline.update(members("b0", "b1", "a2"))
+    assert one.routes() == [(0, STAGES - 1, ["b0", "b1", "a2"])]
+
+
 # --- ways that fail ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("error", [Unreachable("gone"), Refused("no"), TooSlow("nothing came")])
 async def test_another_first_peer_is_asked_and_the_rest_of_the_way_stays(autojump_clock: MockClock, error: Any) -> None:

@@ -1,0 +1,44 @@
+"""Nodes of a World behind routers of their own, each with all that a daemon has to reach others and be reached."""
+
+from __future__ import annotations
+
+import trio
+
+from peerd.control.connectivity import Connectivity, ConnectivityConfig
+from peerd.core.addr import tcp_addr
+from peerd.service.peer_stack import peer_stack
+from peerd.sim.nat import Home, Internet, Kind, SimRouter
+from peerd.sim.world import PORT, Node, Program, World
+
+
+class Homes:
+    """The routers of a world's nodes, which outlive the nodes' processes."""
+
+    def __init__(self, world: World) -> None:
+        self._internet = Internet(world.net)
+        self._routers: dict[str, SimRouter] = {}
+
+    def program(self, kind: Kind, *, relay: bool = False) -> Program:
+        """A node behind such a router. `relay`: it carries circuits for others."""
+
+        async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
+            home = self._home(node, kind)
+            stack = peer_stack(node.keypair, node.clock, [home], buffers=node.world.buffers)
+            node.host, node.rpc, node.dht = stack.host, stack.rpc, stack.dht
+            config = ConnectivityConfig(relay=relay)
+            ways = Connectivity(stack.host, (stack.rpc, stack.dht), node.clock, node.keypair, config)
+            others = [addr for addr in node.world.bootstrap if addr != node.full_addr]
+            async with trio.open_nursery() as nursery:
+                await nursery.start(stack.run, [tcp_addr("0.0.0.0", PORT)], others)
+                await nursery.start(ways.run)
+                task_status.started()
+
+        return program
+
+    def _home(self, node: Node, kind: Kind) -> Home:
+        """A Transport for this life of a node: its router remembers, and nothing else."""
+        ip, hidden = node.machine.ip, kind not in ("public", "firewall")
+        inside = f"192.168.{len(self._routers)}.2" if hidden else ip
+        router = self._routers.setdefault(node.name, SimRouter(kind, ip, inside))
+        home = self._internet.homes[ip] = Home(self._internet, node.machine, router, resets=False)
+        return home
