@@ -15,7 +15,7 @@ from roles.aggregator import AuxRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.athome import Homes
-from tests.kit.virtualroles import Roles
+from tests.kit.virtualroles import PacedDevice, Roles
 
 MISFORTUNES = 8
 LAST_S = (3.0, 8.0, 14.0, 25.0, 40.0)
@@ -43,9 +43,7 @@ class Chaos:
 
     async def begin(self) -> None:
         """Start the swarm: two peers a stage, or one more, and two trainers; of one stage, four replicas."""
-        network = self._homes.program("public", relay=True) if self._homes is not None else None
-        boot = await self._world.start("boot", program=network, ip=public_ip(0))
-        self._world.bootstrap.append(boot.full_addr)
+        await self._boot()
         for _ in range(2 * self._stages + self._rng.randrange(2) if self._stages > 1 else 0):
             await self._start("stage", StageRole)
         for _ in range(2 if self._stages > 1 else 4):
@@ -53,6 +51,11 @@ class Chaos:
         if self._rng.random() < 0.3:
             await self._start("helper", AuxRole)
         assert await self._world.until(lambda: min(self.steps()) >= 3, within_s=BACK_WITHIN_S), self.story()
+
+    async def _boot(self) -> None:
+        network = self._homes.program("public", relay=True) if self._homes is not None else None
+        boot = await self._world.start("boot", program=network, ip=public_ip(0))
+        self._world.bootstrap.append(boot.full_addr)
 
     async def _start(self, kind: str, role: type) -> None:
         number = len(self._world.nodes)
@@ -89,16 +92,20 @@ class Chaos:
 
         def on() -> bool:
             steps = self.steps()
-            if len({role._services.following.conductor for role in self._trained()}) > 1:
-                seen.clear()  # a part that was cut off goes on by itself
+            if self._parted():
+                seen.clear()
             seen.add(max(steps))
             return len(steps) == len(self._names) and len(seen) > STEPS and max(steps) - min(steps) <= 1
 
         assert await self._world.until(on, within_s=BACK_WITHIN_S), self.story()
 
+    def _parted(self) -> bool:
+        """True while a part that was cut off goes on by itself."""
+        return len({role._services.following.conductor for role in self._trained()}) > 1
+
     def _trained(self) -> list[Any]:
-        """All roles but helpers."""
-        return [role for role in self._roles.live.values() if not isinstance(role, AuxRole)]
+        """All roles that make the run's steps."""
+        return [role for role in self._roles.live.values() if isinstance(role, StageRole | TrainerRole)]
 
     def steps(self) -> list[int]:
         """The step of each peer that has one."""
@@ -152,13 +159,12 @@ class Chaos:
         self._world.net.heal()
 
     async def _slow(self, name: str, for_s: float) -> None:
-        if (role := self._roles.live.get(name)) is None:
-            return
+        device = self._roles.devices.get(name)
+        assert isinstance(device, PacedDevice)
         self._tell(f"{name} is {SLOWER:g} times as slow for {for_s} s")
-        device = role._ctx.worker("cpu")
-        device._microbatch_s *= SLOWER
+        device.microbatch_s *= SLOWER
         await trio.sleep(for_s)
-        device._microbatch_s /= SLOWER
+        device.microbatch_s /= SLOWER
 
     async def _lose_stage(self, _name: str, for_s: float) -> None:
         """All peers of a stage go at once, or of a run of replicas all there are, and come back one by one."""

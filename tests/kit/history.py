@@ -20,6 +20,7 @@ from peerd.compute.model.stage_module import StageModule
 from peerd.core.messages.swarm import Mb, Position, Prepare, Prepared
 from peerd.core.run.runfile import RunFile
 from peerd.training.stage.orders import PostOrders
+from peerd.training.stage.post_state import PostState
 from tests.kit.exact import TOLERANCE, Batches, Sample, distance, plain_torch, replayed
 
 
@@ -61,11 +62,11 @@ class Histories:
     def __init__(self) -> None:
         self._made: dict[tuple[int, bytes], Commit] = {}  # by stage and the state after it
         self._parts: dict[tuple[int, bytes], Part] = {}  # by stage and attempt
-        self._attempts: WeakKeyDictionary[PostOrders, bytes] = WeakKeyDictionary()  # whose sum lies prepared
+        self._attempts: WeakKeyDictionary[PostState, bytes] = WeakKeyDictionary()  # of the sum that lies prepared
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Keep each step from now on."""
-        part_of, average, step_to = PostOrders._part_of, PostOrders._average, PostOrders._step_to
+        part_of, average, step_of = PostOrders._part_of, PostOrders._average, PostState.step
 
         def noted_part(orders: PostOrders, order: Prepare) -> Any:
             given = part_of(orders, order)
@@ -76,19 +77,20 @@ class Histories:
         async def noted_average(orders: PostOrders, order: Prepare, plans: Any) -> Prepared:
             prepared = await average(orders, order, plans)
             if prepared.ok:
-                self._attempts[orders] = order.attempt
+                self._attempts[orders._state] = order.attempt
             return prepared
 
-        async def noted_step(orders: PostOrders, target: Position) -> None:
-            module, attempt = orders._state.model.module, self._attempts.get(orders, b"")
-            before = module.digest()
-            await step_to(orders, target)
-            made = Commit(target.step - 1, before, self._parts[module.stage, attempt], parameters_of(module))
+        async def noted_step(state: PostState, target: Position, total: Any) -> Any:
+            module, before = state.model.module, state.model.module.digest()
+            leap = await step_of(state, target, total)
+            part = self._parts[module.stage, self._attempts.get(state, b"")]
+            made = Commit(target.step - 1, before, part, parameters_of(module))
             self._made.setdefault((module.stage, module.digest()), made)
+            return leap
 
         monkeypatch.setattr(PostOrders, "_part_of", noted_part)
         monkeypatch.setattr(PostOrders, "_average", noted_average)
-        monkeypatch.setattr(PostOrders, "_step_to", noted_step)
+        monkeypatch.setattr(PostState, "step", noted_step)
 
     def faults(self, run: RunFile, modules: list[StageModule]) -> list[str]:
         """Empty where all came one way, each step of it had a whole batch, and plain torch comes to the same state.

@@ -57,10 +57,10 @@ class PacedDevice(InlineWorker):
 
     def __init__(self, microbatch_s: float) -> None:
         super().__init__()
-        self._microbatch_s = microbatch_s
+        self.microbatch_s = microbatch_s
 
     async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
-        cost_s = self._microbatch_s if name == "backward" else cost_s
+        cost_s = self.microbatch_s if name == "backward" else cost_s
         return await super().run(job, name=name, cost_s=cost_s, urgent=urgent)
 
 
@@ -71,6 +71,7 @@ class Roles:
         self.run, self.directory, self.worker = run, directory, worker
         self.live: dict[str, Any] = {}
         self.logs: dict[str, EventLog] = {}
+        self.devices: dict[str, Worker] = {}
 
     def program(
         self,
@@ -117,6 +118,7 @@ class Roles:
         directory.mkdir(parents=True, exist_ok=True)
         workers = {name: self.worker() for name in ("cpu", "files", "data", "coding", "planning")}
         self.logs[node.name] = log = EventLog(node.clock)
+        self.devices[node.name] = workers["cpu"]
         ctx = RoleContext(
             run=run,
             services=RunServices(run, node.host, node.rpc, node.dht, node.clock, route=route, policy=policy),

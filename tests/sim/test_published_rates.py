@@ -32,7 +32,7 @@ async def picks_of_a_latecomer(roles: Roles) -> tuple[float, Counter[str]]:
     """
     async with two_stages(roles) as world:
         assert await world.until(lambda: all_at(roles, 1), within_s=120), roles.story()
-        roles.live["b1"].post.serving._worker._microbatch_s *= TIMES_SLOWER
+        roles.live["b1"].post.serving._worker.microbatch_s *= TIMES_SLOWER
         assert await world.until(lambda: all_at(roles, 20), within_s=600), roles.story()
         await world.start("late", program=roles.program(TrainerRole))
         assert await world.until(lambda: "late" in roles.live, within_s=30)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from peerd.core.ids import PeerId
+from peerd.core.ids import Key, PeerId
 from peerd.core.limits import DHT_KEYS_PER_CALL, DHT_RECORDS_PER_STORE, DHT_STORE_BYTES, RECORD_VALUE_BYTES
 from peerd.core.record import MAX_RECORD_BYTES, Record, Verifier
 from peerd.machine.dht import messages as q
@@ -86,11 +86,12 @@ class Dispatch:
                 else:
                     placements.setdefault(contact, []).append((task, part))
         for (contact, values, most_bytes, max_age_s), wanted in searches.items():
-            for start in range(0, len(wanted), DHT_KEYS_PER_CALL):
-                some = wanted[start : start + DHT_KEYS_PER_CALL]
-                keys = tuple(search.key for _, search in some)
+            by_key: dict[Key, list[tuple[Task, Search]]] = {}
+            for task, search in wanted:  # several tasks may want one key: the other side answers it once
+                by_key.setdefault(search.key, []).append((task, search))
+            for keys in _chunks(tuple(by_key), DHT_KEYS_PER_CALL):
                 find = q.Find(keys, values, self._greeting(now, contact, hello), most_bytes, max_age_s)
-                yield self._ask(now, contact, find, searches=some)
+                yield self._ask(now, contact, find, searches=[part for key in keys for part in by_key[key]])
         for contact, placed in placements.items():
             for batch in _batches(placed):
                 records = tuple(placement.record for _, placement in batch)
@@ -109,8 +110,8 @@ class Dispatch:
     def deliver(self, now: float, wall: float, flight: RequestInFlight, reply: q.Reply) -> str | None:
         """Give the answer to the tasks that wait for it; returns what is wrong with it, if it is a lie."""
         match flight.request, reply:
-            case q.Find(), q.Found():
-                return self._found(now, wall, flight, reply)
+            case q.Find(keys), q.Found():
+                return self._found(now, wall, flight, keys, reply)
             case q.StoreRecords(records), q.Stored(verdicts) if len(records) == len(verdicts):
                 for (_, placement), (verdict, version) in zip(flight.placements, verdicts, strict=True):
                     placement.answered(flight.contact.peer, verdict, version)
@@ -119,22 +120,32 @@ class Dispatch:
                 return None
         return "it answered another question than it was asked"
 
-    def _found(self, now: float, wall: float, flight: RequestInFlight, found: q.Found) -> str | None:
-        if not 1 <= len(found.records) <= len(flight.searches):
-            return f"it answered {len(found.records)} keys of {len(flight.searches)}"
-        for (_, search), records in zip(flight.searches, found.records, strict=False):
-            if any(record.key != search.key for record in records):
-                return "it gave a record of another key than it was asked for"
-            if sum(map(answer_bytes, records)) > search.answer_bytes:
-                return "it gave more of a key than it was asked for"
-            if not all(self._verifier.genuine(record) for record in records):
-                return "it gave a record that its publisher did not sign"
+    def _found(
+        self, now: float, wall: float, flight: RequestInFlight, keys: tuple[Key, ...], found: q.Found
+    ) -> str | None:
+        if not 1 <= len(found.records) <= len(keys):
+            return f"it answered {len(found.records)} keys of {len(keys)}"
+        told = dict(zip(keys, found.records, strict=False))
+        for search in {search.key: search for _, search in flight.searches}.values():
+            if fault := self._fault(search, told.get(search.key, ())):
+                return fault
         nearer = self._neighbours.believed(now, found.contacts)
-        answered, rest = flight.searches[: len(found.records)], flight.searches[len(found.records) :]
-        for (_, search), records in zip(answered, found.records, strict=True):
-            search.answered(flight.contact, nearer, _acceptable(wall, records) if search.values else ())
-        for _, search in rest:
-            search.lookup.postponed(flight.contact.peer)
+        for _, search in flight.searches:
+            if search.key in told:
+                records = _acceptable(wall, told[search.key]) if search.values else ()
+                search.answered(flight.contact, nearer, records)
+            else:
+                search.lookup.postponed(flight.contact.peer)
+        return None
+
+    def _fault(self, search: Search, records: Sequence[Record]) -> str | None:
+        """What is wrong with the records that came for one search; None: nothing."""
+        if any(record.key != search.key for record in records):
+            return "it gave a record of another key than it was asked for"
+        if sum(map(answer_bytes, records)) > search.answer_bytes:
+            return "it gave more of a key than it was asked for"
+        if not all(self._verifier.genuine(record) for record in records):
+            return "it gave a record that its publisher did not sign"
         return None
 
     def _greeting(self, now: float, contact: Contact, hello: q.Hello) -> q.Hello | None:
@@ -158,6 +169,10 @@ class Dispatch:
 def _acceptable(wall: float, records: Sequence[Record]) -> list[Record]:
     """The records without those that have expired here, or claim a longer lease than anyone may have."""
     return [record for record in records if record.is_timely(wall)]
+
+
+def _chunks(keys: tuple[Key, ...], most: int) -> Iterator[tuple[Key, ...]]:
+    return (keys[start : start + most] for start in range(0, len(keys), most))
 
 
 def _batches(placed: list[tuple[Task, Placement]]) -> Iterator[list[tuple[Task, Placement]]]:

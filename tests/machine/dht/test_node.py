@@ -79,6 +79,21 @@ def test_keys_that_go_to_the_same_peer_go_in_one_message() -> None:
     assert all(isinstance(ask.request, q.Find) and len(ask.request.keys) <= DHT_KEYS_PER_CALL for ask in asks)
 
 
+def test_a_key_that_two_look_ups_want_goes_once_into_a_message_and_both_get_its_records() -> None:
+    """What is asked for twice is answered once: the keys after it would get each other's records."""
+    kad = node(neighbours=5, client=True)
+    (lost, *others) = of_kind(kad.handle(0.0, q.Get(1, (KEY,))), q.Ask)
+    others += of_kind(kad.handle(0.0, q.Get(2, (KEY,))), q.Ask)[1:]
+    (ask,) = of_kind(kad.handle(0.1, q.Lost(lost.contact.peer)), q.Ask)  # both turn to the next one
+    assert isinstance(ask.request, q.Find)
+    assert ask.request.keys == (KEY,)
+    outputs = []
+    for one in (ask, *others):
+        outputs += kad.handle(0.2, q.Answered(one.id, q.Found(((record(),),), ())))
+    assert of_kind(outputs, q.BlamePeer) == []
+    assert [(done.op, done.records) for done in of_kind(outputs, q.GetDone)] == [(n, {KEY: [record()]}) for n in (1, 2)]
+
+
 def test_keys_that_had_no_room_in_the_answer_are_asked_again() -> None:
     kad = node(neighbours=1, client=True)
     keys = (Key.of("1"), Key.of("2"), Key.of("3"))

@@ -1,0 +1,102 @@
+"""Chaos among hosts of experts and trainers of the trunk between them: then all is mended, and within two minutes each
+expert has one host, and all trainers take part in new steps. As `test_chaos`.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from peerd.core.run.runfile import (
+    BatchSection,
+    CheckpointSection,
+    ExpertsSection,
+    LimitsSection,
+    ModelSection,
+    OptimizerSection,
+)
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import swarm
+from peerd.sim.world import World, WorldConfig
+from roles.expert import ExpertRole
+from roles.trainer import TrainerRole
+from tests.kit.chaos import STEPS, Chaos
+from tests.kit.virtualroles import PacedDevice, Roles, virtual_run
+from tests.kit.world import home_line
+from tests.sim.test_chaos import CASES
+
+HOSTS, TRAINERS, EXPERTS, ROOM = 4, 2, 8, 4
+BACK_WITHIN_S = 120.0
+
+
+class ExpertChaos(Chaos):
+    """Hosts with room for twice the experts, and trainers; either may be hit."""
+
+    async def begin(self) -> None:
+        """Start the swarm, until all experts are hosted and all trainers train."""
+        await self._boot()
+        for _ in range(HOSTS):
+            await self._start("host", ExpertRole)
+        assert await self._world.until(lambda: self.owners() == [1] * EXPERTS, within_s=BACK_WITHIN_S), self.story()
+        for _ in range(TRAINERS):
+            await self._start("trainer", TrainerRole)
+        assert await self._world.until(lambda: min(self.steps()) >= 3, within_s=BACK_WITHIN_S), self.story()
+
+    def owners(self) -> list[int]:
+        """How many hosts each expert has, of those that have one."""
+        hosts = [role.host for role in self._roles.of(ExpertRole)]
+        every = {uid for host in hosts for uid in host.experts}
+        return [sum(uid in host.experts for host in hosts) for uid in every]
+
+    async def goes_on(self) -> None:
+        """Wait until all are back, each expert has one host, and every trainer takes part in new steps."""
+        seen: set[int] = set()
+
+        def on() -> bool:
+            steps = self.steps()
+            if self.owners() != [1] * EXPERTS or self._parted():
+                seen.clear()
+            seen.add(max(steps, default=0))
+            here = len(self._roles.live) == len(self._names)
+            return here and len(seen) > STEPS and max(steps) - min(steps) <= 1
+
+        assert await self._world.until(on, within_s=BACK_WITHIN_S), f"{self.owners()}\n{self.story()}"
+
+    async def _join(self, _name: str, _for_s: float) -> None:
+        trains = self._rng.random() < 0.3
+        self._tell(f"a {'trainer' if trains else 'host'} joins")
+        await self._start(*(("trainer", TrainerRole) if trains else ("host", ExpertRole)))
+
+
+async def mended(case: int, roles: Roles, rng: random.Random) -> None:
+    async with World(case, swarm(), WorldConfig(line=home_line)).running() as world:
+        chaos = ExpertChaos(world, roles, rng)
+        await chaos.begin()
+        await chaos.strike()
+        await chaos.goes_on()
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", CASES)
+def test_every_expert_has_one_host_after_misfortunes_of_all_kinds(tmp_path: Path, case: int) -> None:
+    torch.set_num_threads(1)
+    rng = random.Random(f"expert chaos {case}")
+    run = virtual_run(
+        tmp_path,
+        (40_000,),
+        model=ModelSection(d_model=8, heads=1, layers=2, context=8),
+        optimizer=OptimizerSection(name="adamw", lr=1e-3, delayed=rng.random() < 0.5),
+        batch=BatchSection(target_samples=8),
+        checkpoint=CheckpointSection(every_steps=rng.choice([0, 4]), keep=2),
+        experts=ExpertsSection(
+            block="ffn", grid=[2, 2], top_k=2, announce_s=2.0, timeout_s=2.0, checkpoint_updates=rng.choice([2, 20])
+        ),
+        limits=LimitsSection(experts=ROOM),
+    )
+    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.1))
+    run_virtual(mended, case, roles, rng, seed=case)
