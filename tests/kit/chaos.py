@@ -160,7 +160,8 @@ class Chaos:
 
     async def _slow(self, name: str, for_s: float) -> None:
         device = self._roles.devices.get(name)
-        assert isinstance(device, PacedDevice)
+        if not isinstance(device, PacedDevice):
+            return  # it has not come up yet
         self._tell(f"{name} is {SLOWER:g} times as slow for {for_s} s")
         device.microbatch_s *= SLOWER
         await trio.sleep(for_s)

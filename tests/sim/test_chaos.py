@@ -36,7 +36,7 @@ from tests.kit.history import Histories
 from tests.kit.virtualroles import PacedDevice, Roles, virtual_run
 from tests.kit.world import home_line
 
-CASES = range(int(os.environ.get("PEERD_CHAOS_CASES", "6")))
+CASES = range(int(os.environ.get("PEERD_CHAOS_CASES", "4")))
 
 
 def run_of(folder: Path, rng: random.Random, stages: int) -> RunFile:
