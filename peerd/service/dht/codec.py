@@ -69,7 +69,10 @@ class PongMessage(Message, frozen=True):
 
 
 class FindMessage(Message, frozen=True):
-    """Request of dht/3/find and dht/3/get. `most_bytes`: wanted of one key; 0: all of it. `max_age_s`: of copies."""
+    """Request of dht/3/find and dht/3/get. `keys`: each once, for one that comes again has no answer of its own.
+
+    `most_bytes`: wanted of one key; 0: all of it. `max_age_s`: of copies.
+    """
 
     keys: Annotated[list[KeyBytes], msgspec.Meta(min_length=1, max_length=DHT_KEYS_PER_CALL)]
     hello: HelloMessage | None
