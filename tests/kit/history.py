@@ -26,7 +26,7 @@ from tests.kit.exact import TOLERANCE, Batches, Sample, distance, plain_torch, r
 
 @dataclass
 class Part:
-    """What one attempt to average sums, as far as peers of one stage said: each microbatch with what they saw of it."""
+    """Microbatches that one attempt to average sums in one stage, each with what its peer saw of it."""
 
     at: dict[Mb, int] = field(default_factory=dict)  # of the parameters that each was computed with, the step
     inputs: dict[Mb, torch.Tensor] = field(default_factory=dict)  # of the first stage

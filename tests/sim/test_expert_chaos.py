@@ -47,7 +47,7 @@ class ExpertChaos(Chaos):
         assert await self._world.until(lambda: min(self.steps()) >= 3, within_s=BACK_WITHIN_S), self.story()
 
     def owners(self) -> list[int]:
-        """How many hosts each expert has, of those that have one."""
+        """Counts of hosts, one for each expert that has any."""
         hosts = [role.host for role in self._roles.of(ExpertRole)]
         every = {uid for host in hosts for uid in host.experts}
         return [sum(uid in host.experts for host in hosts) for uid in every]
@@ -72,12 +72,14 @@ class ExpertChaos(Chaos):
         await self._start(*(("trainer", TrainerRole) if trains else ("host", ExpertRole)))
 
 
-async def mended(case: int, roles: Roles, rng: random.Random) -> None:
+async def mended(case: int, roles: Roles, rng: random.Random) -> list[int]:
+    """The hosts of each expert in the end."""
     async with World(case, swarm(), WorldConfig(line=home_line)).running() as world:
         chaos = ExpertChaos(world, roles, rng)
         await chaos.begin()
         await chaos.strike()
         await chaos.goes_on()
+        return chaos.owners()
 
 
 @pytest.mark.slow
@@ -99,4 +101,4 @@ def test_every_expert_has_one_host_after_misfortunes_of_all_kinds(tmp_path: Path
         limits=LimitsSection(experts=ROOM),
     )
     roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.1))
-    run_virtual(mended, case, roles, rng, seed=case)
+    assert run_virtual(mended, case, roles, rng, seed=case) == [1] * EXPERTS

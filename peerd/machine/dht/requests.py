@@ -139,7 +139,7 @@ class Dispatch:
         return None
 
     def _fault(self, search: Search, records: Sequence[Record]) -> str | None:
-        """What is wrong with the records that came for one search; None: nothing."""
+        """Fault of the records that came for one search, in words; None: they are as they should be."""
         if any(record.key != search.key for record in records):
             return "it gave a record of another key than it was asked for"
         if sum(map(answer_bytes, records)) > search.answer_bytes:

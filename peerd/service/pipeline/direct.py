@@ -85,6 +85,11 @@ class _Search:
     failures: int = 0
     waited_s: float = 0.0  # for a holder that has no room
 
+    @property
+    def first(self) -> int:
+        """The stage whose peer is called: that before the lost ones, which gives what it keeps, where there is one."""
+        return max(0, self.low - 1)
+
 
 class _Options(NamedTuple):
     """The peers that may do one stage. `free`: the policy chooses among them."""
@@ -285,7 +290,7 @@ class DirectPipeline:
         """A peer for each stage: those of the attempt before where they are not to be avoided, and of those that only
         give what they keep, the holders; all others are the policy's choice.
         """
-        first = max(0, search.low - 1)
+        first = search.first
         picked: dict[int, str] = {}
         to_do = range(search.low, search.high + 1)
         while True:  # peers of other stages may leave while one is waited for: then all are looked at again
@@ -303,14 +308,14 @@ class DirectPipeline:
         return _Way(search.low, search.high, first, route)
 
     def _options(self, stage: int, search: _Search, before: _Way | None, picked: dict[int, str]) -> _Options:
-        """The peers that may do a stage now; none: one has to be waited for, and is among the `picked` then."""
+        """Peers that may do a stage now; none: one has to be waited for, and is among the `picked` then."""
         wiring, avoid, now = self._peers.wiring(stage), search.avoid[stage], trio.current_time()
         known = before.peer_of(stage) if before is not None and before.low <= stage <= before.high else None
         if known is not None and known in wiring and known not in avoid and not wiring.rests(known, now):
             return _Options([known], free=False)
         if picked.get(stage) in wiring:
             return _Options([picked[stage]], free=False)
-        return _Options(self._peers.options(stage, avoid, called=stage == max(0, search.low - 1)), free=True)
+        return _Options(self._peers.options(stage, avoid, called=stage == search.first), free=True)
 
     def _is_cut(self, one: str, other: str) -> bool:
         """True when `one` found no way to `other` lately."""

@@ -80,7 +80,7 @@ def test_keys_that_go_to_the_same_peer_go_in_one_message() -> None:
 
 
 def test_a_key_that_two_look_ups_want_goes_once_into_a_message_and_both_get_its_records() -> None:
-    """What is asked for twice is answered once: the keys after it would get each other's records."""
+    """Two look-ups of one key: a message that had it twice would be answered once, and later keys get other records."""
     kad = node(neighbours=5, client=True)
     (lost, *others) = of_kind(kad.handle(0.0, q.Get(1, (KEY,))), q.Ask)
     others += of_kind(kad.handle(0.0, q.Get(2, (KEY,))), q.Ask)[1:]

@@ -110,9 +110,9 @@ async def test_a_peer_that_leaves_while_another_stage_is_waited_for_is_not_sent_
     one = Training("a0", "a1", "b1")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(one.train)
-        await trio.sleep(2)  # stage 2 has nobody yet
+        await trio.testing.wait_all_tasks_blocked()  # stage 2 has nobody yet
         one.pipeline.update(members("b0", "a1", "b1"))
-        await trio.sleep(2)
+        await trio.testing.wait_all_tasks_blocked()
         one.pipeline.update(members("b0", "b1", "a2"))
     assert one.routes() == [(0, STAGES - 1, ["b0", "b1", "a2"])]
 
@@ -270,19 +270,19 @@ async def test_a_way_that_stays_broken_is_tried_ever_more_rarely_until_the_micro
 
 
 async def test_a_call_ends_when_its_peer_leaves(autojump_clock: MockClock) -> None:
-    one = Training("a0", "b0", "a1", "a2")
+    one, stay = Training("a0", "b0", "a1", "a2"), list[str]()
     one.peers.doing = {"a0": lambda asked: 100.0, "b0": lambda asked: 100.0}
     async with trio.open_nursery() as nursery:
 
         async def leave() -> None:
             await trio.sleep(10)
-            stays = next(name for name in ("a0", "b0") if name not in one.peers.names)
+            stay.extend(name for name in ("a0", "b0") if name not in one.peers.names)
             one.peers.doing.clear()
-            one.pipeline.update(members(stays, "a1", "a2"))
+            one.pipeline.update(members(*stay, "a1", "a2"))
 
         nursery.start_soon(leave)
         with trio.fail_after(15):
-            await one.train()
+            assert await one.train() == [*stay, "a1", "a2"]
 
 
 async def test_nobody_in_a_stage_is_told_and_waited_for(autojump_clock: MockClock) -> None:
