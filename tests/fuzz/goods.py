@@ -40,6 +40,7 @@ from peerd.core.messages.swarm import (
     Party,
     Position,
     PostLoad,
+    PostsHeld,
     Prepare,
     Prepared,
     Receipt,
@@ -56,6 +57,7 @@ from peerd.core.messages.swarm import (
     StateRequest,
     TrainerAnswer,
     TrainerSync,
+    WhichPosts,
     WhoConducts,
 )
 from peerd.core.record import Record
@@ -118,6 +120,7 @@ DONE = Good(
 )
 LEAVE, WHO_CONDUCTS = Good("swarm/4/leave", Leave(MARK)), Good("swarm/4/who", WhoConducts(MARK))
 LIST_MEMBERS = Good("swarm/4/members", ListMembers(MARK))
+WHICH_POSTS = Good("posts/1/held", WhichPosts(MARK))
 GRANT = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, SELF.text, Seqs.of([SEQ, SEQ + 1])))
 FORWARD = Good("stage/4/forward", StageForward(MARK, 0, 0), tuple(microbatch(1)[:1]))
 LOSS = Good("stage/4/loss", StageLoss(MARK, 0), tuple(microbatch(1)))
@@ -190,6 +193,7 @@ REPLIES = [
     Prepared(False, Mbs.of([Mb(SELF.text, SEQ)]), [HOST.text, MATE.text]),
     Moved(Position(1, b"next")),
     Conducts(9),
+    PostsHeld([1]),
     _MEMBER_ANSWER,
     TrainerAnswer(1, 0, True, Seqs(), [], None, False, False, "", 1, None),
     AverageAlive(True),
@@ -201,7 +205,7 @@ NETWORK = [
     Good("network/1/map", NetworkMapAsk(MARK)),
     Good("network/1/map", NetworkMapAsk(MARK, HOST.text, MATE.text)),
 ]
-SWARM = [MEMBER, HELPER, OF_STAGE_1, TRAINER, DONE, LEAVE, LIST_MEMBERS, WHO_CONDUCTS, *NETWORK]
+SWARM = [MEMBER, HELPER, OF_STAGE_1, TRAINER, DONE, LEAVE, LIST_MEMBERS, WHO_CONDUCTS, WHICH_POSTS, *NETWORK]
 STAGE = [FORWARD, LOSS, BACKWARD]
 RELOCATE = Good("stage/4/relocate", Relocate(MARK, 1, 0, 1, "stage 1 does 1 microbatch a second"))
 ORDERS = [PREPARE, PREPARE_ALONE, PREPARE_SPLIT, PREPARE_GRID, COMMIT, RESTORE, RELOCATE]

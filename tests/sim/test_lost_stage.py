@@ -18,6 +18,7 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.chaos import public_ip
 from tests.kit.training import pinned
 from tests.kit.virtualroles import Roles, virtual_run
 from tests.kit.world import home_line
@@ -43,7 +44,7 @@ async def training(roles: Roles, stage_peers: int) -> AsyncIterator[World]:
         boot = await world.start("boot")
         world.bootstrap.append(boot.full_addr)
         for number in range(stage_peers):
-            await world.start(f"stage{number}", program=roles.program(StageRole))
+            await world.start(f"stage{number}", program=roles.program(StageRole), ip=public_ip(number))
         await world.start("trainer", program=roles.program(TrainerRole))
         assert await world.until(lambda: len(roles.steps()) == stage_peers and min(roles.steps()) >= 6, within_s=60)
         yield world
@@ -115,6 +116,25 @@ async def test_its_own_checkpoint_does_not_lead_a_restarted_peer_past_an_empty_s
         await world.start("back", program=roles.program(StageRole))
         await goes_on(world, roles)
         assert serving(roles, 1 - most) == ["back"]
+
+
+@pytest.mark.slow
+async def test_peers_that_lost_power_together_go_back_to_what_is_on_their_disks(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """What they announced before stays in the directory for a minute: they serve nothing of it yet."""
+    roles = Roles(run_of(tmp_path), tmp_path / "peers")
+    async with training(roles, 6) as world:
+        lost = [node for node in world.living() if node.name.startswith("stage")]
+        gone = serving(roles, 1)[1:]
+        for node in lost:
+            await world.kill(node, silent=True)
+        await trio.sleep(3.0)
+        async with trio.open_nursery() as nursery:
+            for node in [node for node in lost if node.name not in gone]:
+                nursery.start_soon(world.restart, node)
+        await goes_on(world, roles, within_s=30)
+        assert min(roles.steps()) > 4, "it went on from step 4, which all have saved"
 
 
 @pytest.mark.slow

@@ -209,6 +209,18 @@ class MembersListed(Message, frozen=True):
     capacity: Annotated[list[WorkRateTold], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)
 
 
+class WhichPosts(Message, frozen=True):
+    """A question which stages of a run a peer serves at this moment: its records may be of an earlier life."""
+
+    run: Fingerprint
+
+
+class PostsHeld(Message, frozen=True):
+    """The stages that the answering peer serves."""
+
+    stages: Annotated[list[StageNumber], msgspec.Meta(max_length=STAGES)]
+
+
 class Done(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A microbatch of the calling trainer and the holders of its gradient, stage by stage ("" where there is none)."""
 

@@ -48,6 +48,7 @@ SERVERS: Final[dict[str, frozenset[str]]] = {
     "handover/1/pass": frozenset({"stage"}),
     "handover/1/relay": frozenset({"trainer"}),
     "swarm/4": frozenset({"stage"}),
+    "posts/1": frozenset({"stage"}),
     "network/1": frozenset({"stage"}),
     "average/1": frozenset({"stage", "aux"}),
     "state/1": frozenset({"stage"}),

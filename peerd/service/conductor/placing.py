@@ -1,10 +1,11 @@
 """Placing: finds the stage that this peer serves, when it joins and when it moves, with evidence from the living.
 
 A newcomer asks the conductor for its list of members. Where nobody conducts, the run's records count instead, but only
-those of peers that can be reached: a record outlives its peer by a minute. A peer that has its turn to move
-(`machine/swarm/placement`) moves only when no peer that announces the empty stage can be reached, nobody is on the way
-there, and a stage-mate with the state can be reached. Hostile input: records, arrivals, the list. Records of a peer
-that answers and does not serve delay a move by _DOUBT_S, no longer.
+those of peers that say so when they are asked: a record outlives its peer by a minute, and a peer that came back serves
+nothing yet. Of a peer that nobody can ask they count unless it has announced that it came after them. A peer that has
+its turn to move (`machine/swarm/placement`) moves only when no peer that announces the empty stage says that it serves
+it, nobody is on the way there, and a stage-mate with the state can be reached. Hostile input: records, arrivals, the
+list, answers. A peer that claims a stage and does not serve it delays a move by _DOUBT_S, no longer.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Final
 import trio
 
 from peerd.core.clock import Clock
-from peerd.core.errors import RemoteError
+from peerd.core.errors import OTHER_RUN_FILE, Refused, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.messages.swarm import MemberInfo
+from peerd.core.messages.swarm import MemberInfo, PostsHeld, WhichPosts
 from peerd.machine.swarm.placement import Arrival, Move, Need, Seat, Vacancies, place
 from peerd.service.conductor.conductor_client import Following
-from peerd.service.conductor.rivals import Rivals
+from peerd.service.conductor.rivals import POSTS, Rivals
+from peerd.service.rpc.types import Answer, Incoming
 
 _TOGETHER_S: Final = 1.0  # for others that join at the same moment to be seen
 _LOOK_S: Final = 1.0  # between looks at the list
@@ -38,6 +40,21 @@ class Placing:
         self._directory, self._own = following.directory, following.own
         self._vacancies = Vacancies(self._own.text, self._directory.stages)
 
+    async def answer(self, posts: Callable[[], list[int]]) -> None:
+        """Tell others that ask which stages this peer serves, until cancelled. `posts`: these stages."""
+
+        async def held(call: Incoming[WhichPosts]) -> Answer[PostsHeld]:
+            if call.body.run != self._run:
+                raise Refused(OTHER_RUN_FILE)
+            return Answer(PostsHeld(posts()))
+
+        rpc = self._following.rpc
+        rpc.serve(POSTS, WhichPosts, held)
+        try:
+            await trio.sleep_forever()
+        finally:
+            rpc.unserve(POSTS)
+
     # --- joining ----------------------------------------------------------------------------------------------
 
     async def choose(self, since: float, has: Sequence[int]) -> tuple[int, str]:
@@ -48,8 +65,7 @@ class Placing:
         await self._directory.announce_arrival(since, has)
         await trio.sleep(_TOGETHER_S)
         need = await self._need()
-        others = [one for one in await self._directory.arrivals(self._clock.wall()) if one.peer != self._own.text]
-        stage, why = place(need, [*others, Arrival(since, self._own.text, tuple(has))], self._own.text)
+        stage, why = place(need, [*await self._arrivals(), Arrival(since, self._own.text, tuple(has))], self._own.text)
         await self._directory.announce_arrival(since, has, takes=stage)
         return stage, why
 
@@ -64,11 +80,21 @@ class Placing:
         if listing is not None:
             seats = [Seat(m.peer, m.stage) for m in listing.members if m.since]
             return Need(stages, seats, listing.held, listing.capacity)
-        announced = await self._directory.refresh()
-        there = await self._rivals.reachable(_by_turns(announced, stages))
-        living = [entry for (peer, _), entry in announced.items() if peer in there or entry.progress.client]
+        announced, coming = await self._directory.refresh(), await self._arrivals()
+        posts = await self._rivals.posts(_by_turns(announced, stages))
+        came = {one.peer: one.since for one in coming}
+        living = [
+            entry
+            for (peer, stage), entry in announced.items()
+            if stage in posts.get(peer, ())
+            or (peer not in posts and entry.progress.client and came.get(peer.text, 0.0) <= entry.progress.since)
+        ]
         seats = [Seat(entry.peer.text, entry.progress.stage) for entry in living]
         return Need(stages, seats, frozenset(entry.progress.stage for entry in living if entry.progress.step))
+
+    async def _arrivals(self) -> list[Arrival]:
+        """Other peers that are about to serve a stage."""
+        return [one for one in await self._directory.arrivals(self._clock.wall()) if one.peer != self._own.text]
 
     # --- moving -----------------------------------------------------------------------------------------------
 
@@ -108,13 +134,14 @@ class Placing:
         with trio.move_on_after(_DIRECTORY_S):
             try:
                 announced = await self._directory.refresh()
-                coming = await self._directory.arrivals(self._clock.wall())
+                coming = await self._arrivals()
             except RemoteError:
                 return False
             serving = {peer for peer, stage in announced if stage == move.target and peer != self._own}
-            awaited = [one for one in coming if one.peer != self._own.text and one.takes in (None, move.target)]
-            if move.empty_s < _DOUBT_S and (awaited or await self._rivals.reachable(serving)):
-                return False
+            if move.empty_s < _DOUBT_S:
+                awaited = any(one.takes in (None, move.target) for one in coming)
+                if awaited or any(move.target in held for held in (await self._rivals.posts(serving)).values()):
+                    return False
             with_state = set(move.ready)
             for mate in move.mates:
                 entry = announced.get((PeerId.parse(mate), move.source))

@@ -13,19 +13,21 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 
 import trio
 
 from peerd.core.errors import RemoteError, TooSlow, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import LOOKED_AT_ONCE, LOOKED_AT_PEERS, TERM_FIRST, TERM_JUMP, TERM_MAX
-from peerd.core.messages.swarm import Conducts, WhoConducts
+from peerd.core.messages.swarm import Conducts, PostsHeld, WhichPosts, WhoConducts
 from peerd.net.host.host import Host
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.rpc.rpc import Rpc
 
 log = logging.getLogger("peerd.service.conductor.rivals")
 
+POSTS: Final = "posts/1/held"  # the method that `posts` calls
 _CONNECT_S = 3.0
 _ANSWER_S = 3.0
 
@@ -83,6 +85,26 @@ class Rivals:
                 found.add(peer)
 
         await self._side_by_side(look, list(peers)[:LOOKED_AT_PEERS])
+        return found
+
+    async def posts(self, peers: Iterable[PeerId]) -> dict[PeerId, Collection[int]]:
+        """The stages that each of the peers serves by its own word; those that cannot be asked are left out."""
+        found: dict[PeerId, Collection[int]] = {}
+
+        async def ask(peer: PeerId) -> None:
+            if not await self._linked(peer):
+                return
+            try:
+                body = WhichPosts(self._run)
+                answer = await self._rpc.call(peer, POSTS, body, PostsHeld, timeout_s=_ANSWER_S)
+            except (Unreachable, TooSlow):
+                return
+            except RemoteError:
+                found[peer] = ()  # it has no part in the run, or none yet
+            else:
+                found[peer] = answer.body.stages
+
+        await self._side_by_side(ask, list(peers)[:LOOKED_AT_PEERS])
         return found
 
     async def answers(self, peer: PeerId) -> bool:

@@ -59,8 +59,10 @@ class StageMember:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve stages until cancelled."""
         await self._services.compare_settings()
-        stages = self._run.limits.stages or [await self.choose()]
         async with trio.open_nursery() as nursery:
+            if self._run.pipeline.stages > 1:
+                nursery.start_soon(self._placing.answer, self._serving)
+            stages = self._run.limits.stages or [await self.choose()]
             self._nursery = nursery
             nursery.start_soon(self._services.keep_comparing)
             for stage in stages:
@@ -158,6 +160,9 @@ class StageMember:
     def posts(self) -> list[Post]:
         """The posts that this member holds, the first entered first."""
         return [held.post for held in self._held.values()]
+
+    def _serving(self) -> list[int]:
+        return [stage for stage, held in self._held.items() if held.begun]
 
     @property
     def post(self) -> Post | None:
