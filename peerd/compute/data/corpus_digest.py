@@ -45,7 +45,8 @@ class FileDigests:
         if self.memory is not None:
             with contextlib.suppress(OSError, ValueError):
                 found = json.loads(self.memory.read_text())
-                self._known = found if isinstance(found, dict) else {}
+                if isinstance(found, dict) and found.get("seal") == _seal(found.get("files")):
+                    self._known = found["files"]
 
     def of(self, file: Path) -> str:
         """The digest of a file's bytes; raises OSError."""
@@ -72,8 +73,13 @@ class FileDigests:
         spare = self.memory.with_suffix(".tmp")
         with contextlib.suppress(OSError):
             self.memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            spare.write_text(json.dumps(newest))
+            spare.write_text(json.dumps({"seal": _seal(newest), "files": newest}))
             os.replace(spare, self.memory)
+
+
+def _seal(files: object) -> str:
+    """The digest of what is remembered: a disk that fails must not make one text look like another."""
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
 
 class Interrupted(Exception):

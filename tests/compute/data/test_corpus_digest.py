@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 import re
 from pathlib import Path
 
@@ -66,16 +66,25 @@ def test_several_sources_have_a_digest_each(tmp_path: Path) -> None:
 
 def test_a_file_is_read_through_once(tmp_path: Path) -> None:
     folder, memory = folder_of(tmp_path / "text", {"a.txt": TEXT}), tmp_path / "memory" / "digests.json"
-    found = digests_of(folder, memory)
-    kept = json.loads(memory.read_text())
-    (key,) = kept
-    kept[key][-1] = "cd" * 32
-    memory.write_text(json.dumps(kept))
-    assert digests_of(folder, memory) == {"data": "cd" * 32}  # as remembered
-    (folder / "a.txt").write_text(TEXT + "more")
+    found, file = digests_of(folder, memory), folder / "a.txt"
+    about = file.stat()
+    file.write_text(TEXT.swapcase())
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert digests_of(folder, memory) == found  # as remembered: nobody changes a file so
+    file.write_text(TEXT + "more")
     assert digests_of(folder, memory) != found  # changed: read anew
+
+
+@pytest.mark.parametrize("at", [0, 70, -5])
+def test_a_memory_that_a_failing_disk_has_changed_is_made_anew(tmp_path: Path, at: int) -> None:
+    folder, memory = folder_of(tmp_path / "text", {"a.txt": TEXT}), tmp_path / "memory" / "digests.json"
+    found = digests_of(folder, memory)
+    kept = bytearray(memory.read_bytes())
+    kept[at] ^= 1
+    memory.write_bytes(kept)
+    assert digests_of(folder, memory) == found
     memory.write_text("[not json")
-    assert len(digests_of(folder, memory)) == 1
+    assert digests_of(folder, memory) == found
 
 
 def test_whoever_does_not_want_it_any_more_ends_it(tmp_path: Path) -> None:
