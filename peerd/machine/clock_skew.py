@@ -70,6 +70,11 @@ class ClockSkew:
             ((most, _),) = Counter(sample.network for sample in self._samples.values()).most_common(1)
             del self._samples[next(peer for peer, sample in self._samples.items() if sample.network == most)]
 
+    def knows(self, peer: PeerId, at: Multiaddr) -> bool:
+        """True when the clock of the peer has been seen, at an address of the same voting unit."""
+        sample = self._samples.get(peer)
+        return sample is not None and sample.network == voice_of(at)
+
     @property
     def votes(self) -> int:
         """Peers whose clocks we know."""

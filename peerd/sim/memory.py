@@ -117,6 +117,13 @@ class MemoryLink:
         self._node.links.pop(self, None)
         self._net.trace.add(self._node.name, "broken", f"{self._remote} {why}")
 
+    def break_both(self, why: str) -> None:
+        """The connection is broken for both ends."""
+        other = self._other
+        self.fail(why)
+        if other is not None:
+            other.fail(why)
+
     def die(self) -> None:
         """The node that holds this end is killed: nothing leaves it any more, and its system answers with resets.
         Tasks that wait here are left waiting, for whoever cancels them: a dead process sees nothing."""

@@ -142,6 +142,16 @@ class SimNet:
         self.nodes[name] = self._by_ip[node.ip] = node
         return node
 
+    def readdress(self, name: str, ip: str) -> None:
+        """Give a node another address. LocalError while it is alive: its links would live on."""
+        node = self.nodes[name]
+        if node.alive:
+            raise LocalError(f"{name} is alive: it can have another address only after it was killed")
+        del self._by_ip[node.ip]
+        node.ip = ip
+        self._by_ip[ip] = node
+        self.trace.add(name, "address", ip)
+
     @property
     def window_bytes(self) -> int:
         """Window of one link and direction."""

@@ -7,6 +7,7 @@ import trio
 from peerd.control.connectivity import Connectivity, ConnectivityConfig
 from peerd.core.addr import tcp_addr
 from peerd.service.peer_stack import peer_stack
+from peerd.sim.memory import MemoryLink
 from peerd.sim.nat import Home, Internet, Kind, SimRouter
 from peerd.sim.world import PORT, Node, Program, World
 
@@ -16,7 +17,7 @@ class Homes:
 
     def __init__(self, world: World) -> None:
         self._internet = Internet(world.net)
-        self._routers: dict[str, SimRouter] = {}
+        self._routers: dict[tuple[str, str], SimRouter] = {}  # by node and address
 
     def program(self, kind: Kind, *, relay: bool = False) -> Program:
         """A node behind such a router. `relay`: it carries circuits for others."""
@@ -35,10 +36,18 @@ class Homes:
 
         return program
 
+    def restart_router(self, name: str) -> None:
+        """Switch a node's router off and on: it forgets all mappings, and no link through it lives on."""
+        machine = self._internet.net.nodes[name]
+        self._routers[name, machine.ip].forget()
+        for link in list(machine.links):
+            assert isinstance(link, MemoryLink)
+            link.break_both("the router was switched off")
+
     def _home(self, node: Node, kind: Kind) -> Home:
         """A Transport for this life of a node: its router remembers, and nothing else."""
         ip, hidden = node.machine.ip, kind not in ("public", "firewall")
         inside = f"192.168.{len(self._routers)}.2" if hidden else ip
-        router = self._routers.setdefault(node.name, SimRouter(kind, ip, inside))
+        router = self._routers.setdefault((node.name, ip), SimRouter(kind, ip, inside))
         home = self._internet.homes[ip] = Home(self._internet, node.machine, router, resets=False)
         return home

@@ -1,8 +1,11 @@
-"""Chaos without malice: peers are killed, stand still, are cut off, slow down, leave and join at random."""
+"""Chaos without malice: peers are killed, stand still, are cut off, slow down, move, lose files, leave and join."""
 
 from __future__ import annotations
 
 import random
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -10,6 +13,7 @@ import trio
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import LocalError
 from peerd.sim.nat import KINDS
+from peerd.sim.simnet import SimLine
 from peerd.sim.world import World
 from roles.aggregator import AuxRole
 from roles.stage import StageRole
@@ -24,11 +28,13 @@ LEAVES_WITHIN_S = 30.0
 BACK_WITHIN_S = 60.0
 STEPS = 4
 SLOWER = 10.0
+ROUGH = SimLine(latency_s=0.3, jitter_s=0.05, up_mbit_s=1, down_mbit_s=4, loss=0.02)
+SKEWS_S = (0.0, 0.0, 0.0, 2.0, -20.0)  # of the clocks that machines show
 
 
 def public_ip(number: int) -> str:
-    """An address of the internet: between private ones nobody tries whether others can connect."""
-    return f"45.0.{number}.1"
+    """An address of the internet, each in another network: those of one share a vote on what time it is."""
+    return f"{20 + number}.0.0.1"
 
 
 class Chaos:
@@ -39,6 +45,9 @@ class Chaos:
         self._world, self._roles, self._rng, self._stages = world, roles, rng, roles.run.pipeline.stages
         self._homes = homes
         self._names: list[str] = []  # of all but helpers
+        self._moved = 0  # changes of address
+        self._unlucky = ""  # the one peer whose disk fails, if any: else nobody may have what was made
+        roles.owner = self._follow_advice
         self.told: list[str] = []
 
     async def begin(self) -> None:
@@ -63,7 +72,8 @@ class Chaos:
         if role is not AuxRole:
             self._names.append(name)
         network = self._homes.program(self._rng.choice(KINDS)) if self._homes is not None else None
-        await self._world.start(name, program=self._roles.program(role, network), ip=public_ip(number))
+        program, skew_s = self._roles.program(role, network), self._rng.choice(SKEWS_S)
+        await self._world.start(name, program=program, ip=public_ip(number), skew_s=skew_s)
 
     async def strike(self) -> None:
         """Let misfortunes come, some of them together, and mend all that is left to mend."""
@@ -76,7 +86,15 @@ class Chaos:
             self._join,
             self._leave,
             self._lose_stage,
+            self._lose_all,
+            self._lose_boot,
+            self._lose_files,
+            self._spoil_file,
+            self._move,
+            self._rough,
         )
+        if self._homes is not None:
+            kinds = (*kinds, self._restart_router)
         async with trio.open_nursery() as nursery:
             for _ in range(MISFORTUNES):
                 nursery.start_soon(self._rng.choice(kinds), self._rng.choice(self._names), self._rng.choice(LAST_S))
@@ -184,6 +202,82 @@ class Chaos:
             return False
         member = role.replica if isinstance(role, TrainerRole) else role
         return stage in [post.stage for post in getattr(member, "posts", [])]
+
+    async def _lose_all(self, _name: str, for_s: float) -> None:
+        """The power fails everywhere; what peers have on their disks is all that is left."""
+        self._tell(f"all are lost for {for_s} s")
+        lost = [name for name in self._names if self._world.nodes[name].up]
+        for name in lost:
+            await self._world.kill(self._world.nodes[name], silent=True)
+        async with trio.open_nursery() as nursery:
+            for name in lost:
+                nursery.start_soon(self._back, name, for_s + self._rng.choice(PAUSES_S))
+
+    async def _lose_boot(self, _name: str, for_s: float) -> None:
+        """The peer through which all join, at home the relay too, is gone."""
+        boot = self._world.nodes["boot"]
+        if boot.up:
+            self._tell(f"the bootstrap peer is killed for {for_s} s")
+            await self._world.kill(boot, silent=self._rng.random() < 0.5)
+            await self._back("boot", for_s)
+
+    async def _lose_files(self, name: str, for_s: float) -> None:
+        name = self._unlucky = self._unlucky or name
+        if self._world.nodes[name].up:
+            self._tell(f"{name} is killed for {for_s} s and loses its files")
+            await self._world.kill(self._world.nodes[name])
+            shutil.rmtree(self._roles.directory / name, ignore_errors=True)
+            await self._back(name, for_s)
+
+    async def _spoil_file(self, name: str, _for_s: float) -> None:
+        """A file of a peer that runs is cut short, or has another byte, as by a disk that fails."""
+        await trio.lowlevel.checkpoint()
+        name = self._unlucky = self._unlucky or name
+        files = sorted(path for path in (self._roles.directory / name).rglob("*") if path.is_file())
+        file = self._rng.choice([path for path in files if path.stat().st_size] or [None])
+        if file is None:
+            return
+        content = bytearray(file.read_bytes())
+        at = self._rng.randrange(len(content))
+        if cut := self._rng.random() < 0.5:
+            del content[at:]
+        else:
+            content[at] ^= 1 << self._rng.randrange(8)
+        self._tell(f"{file.name} of {name} is {'cut' if cut else 'wrong'} at {at}")
+        file.write_bytes(content)
+
+    def _follow_advice(self, name: str, advice: str) -> bool:
+        """Do with a file what the message of a role that ended says, as its owner would, and start the peer again."""
+        found = re.search(r"; delete (\S+) to go on", advice) or re.match(r"(\S+) (is of|names|has) ", advice)
+        if found is None or name != self._unlucky:
+            return False
+        self._tell(f"{name} ended: {advice}")
+        for file in (self._roles.directory / name).rglob(Path(found[1]).name):
+            file.unlink()
+        assert self._world._nursery is not None
+        self._world._nursery.start_soon(self._back, name, 1.0)
+        return True
+
+    async def _move(self, name: str, for_s: float) -> None:
+        """A machine is carried to another place and has another address there."""
+        if self._world.nodes[name].up:
+            await self._world.kill(self._world.nodes[name], silent=True)
+            self._moved += 1
+            self._world.net.readdress(name, f"{130 + self._moved}.0.0.1")
+            self._tell(f"{name} has another address after {for_s} s")
+            await self._back(name, for_s)
+
+    async def _rough(self, name: str, for_s: float) -> None:
+        self._tell(f"{name} has a bad line for {for_s} s")
+        self._world.net.set_line(name, ROUGH)
+        await trio.sleep(for_s)
+        self._world.net.set_line(name, self._world.nodes[name].first_line)
+
+    async def _restart_router(self, name: str, _for_s: float) -> None:
+        assert self._homes is not None
+        self._tell(f"the router of {name} is switched off and on")
+        self._homes.restart_router(name)
+        await trio.lowlevel.checkpoint()
 
     async def _join(self, _name: str, _for_s: float) -> None:
         trains = self._stages == 1 or self._rng.random() < 0.3

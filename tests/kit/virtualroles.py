@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import trio
 
 from peerd.compute.worker import InlineWorker
+from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import (
     BatchSection,
     CheckpointSection,
@@ -29,6 +30,7 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.fakehost import leaves
 
 T = TypeVar("T")
 
@@ -72,6 +74,7 @@ class Roles:
         self.live: dict[str, Any] = {}
         self.logs: dict[str, EventLog] = {}
         self.devices: dict[str, Worker] = {}
+        self.owner: Callable[[str, str], bool] | None = None  # told a node and why its role could not go on
 
     def program(
         self,
@@ -97,6 +100,11 @@ class Roles:
                 try:
                     await nursery.start(stand)
                     await self._live(node, role, own, route, policy, nursery, task_status)
+                except* ConfigError as errors:
+                    first = next(error for error in leaves(errors))
+                    if self.owner is None or not self.owner(node.name, str(first)):
+                        raise
+                    nursery.cancel_scope.cancel()  # the process ends
                 finally:
                     self.live.pop(node.name, None)
                     below.cancel()

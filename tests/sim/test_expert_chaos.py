@@ -18,12 +18,14 @@ from peerd.core.run.runfile import (
     LimitsSection,
     ModelSection,
     OptimizerSection,
+    RunFile,
 )
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.expert import ExpertRole
 from roles.trainer import TrainerRole
+from tests.kit.athome import Homes
 from tests.kit.chaos import STEPS, Chaos
 from tests.kit.virtualroles import PacedDevice, Roles, virtual_run
 from tests.kit.world import home_line
@@ -72,24 +74,10 @@ class ExpertChaos(Chaos):
         await self._start(*(("trainer", TrainerRole) if trains else ("host", ExpertRole)))
 
 
-async def mended(case: int, roles: Roles, rng: random.Random) -> list[int]:
-    """The hosts of each expert in the end."""
-    async with World(case, swarm(), WorldConfig(line=home_line)).running() as world:
-        chaos = ExpertChaos(world, roles, rng)
-        await chaos.begin()
-        await chaos.strike()
-        await chaos.goes_on()
-        return chaos.owners()
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize("case", CASES)
-def test_every_expert_has_one_host_after_misfortunes_of_all_kinds(tmp_path: Path, case: int) -> None:
-    torch.set_num_threads(1)
-    rng = random.Random(f"expert chaos {case}")
-    run = virtual_run(
-        tmp_path,
+def run_of(folder: Path, rng: random.Random) -> RunFile:
+    """A run with experts, as drawn."""
+    return virtual_run(
+        folder,
         (40_000,),
         model=ModelSection(d_model=8, heads=1, layers=2, context=8),
         optimizer=OptimizerSection(name="adamw", lr=1e-3, delayed=rng.random() < 0.5),
@@ -100,5 +88,25 @@ def test_every_expert_has_one_host_after_misfortunes_of_all_kinds(tmp_path: Path
         ),
         limits=LimitsSection(experts=ROOM),
     )
+
+
+async def mended(case: int, roles: Roles, rng: random.Random, at_home: bool) -> list[int]:
+    """The hosts of each expert in the end."""
+    async with World(case, swarm(), WorldConfig(line=home_line)).running() as world:
+        chaos = ExpertChaos(world, roles, rng, Homes(world) if at_home else None)
+        await chaos.begin()
+        await chaos.strike()
+        await chaos.goes_on()
+        return chaos.owners()
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("at_home", [False, True], ids=["public", "at home"])
+def test_every_expert_has_one_host_after_misfortunes_of_all_kinds(tmp_path: Path, case: int, at_home: bool) -> None:
+    torch.set_num_threads(1)
+    rng = random.Random(f"expert chaos {case} {at_home}")
+    run = run_of(tmp_path, rng)
     roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.1))
-    assert run_virtual(mended, case, roles, rng, seed=case) == [1] * EXPERTS
+    assert run_virtual(mended, case, roles, rng, at_home, seed=case) == [1] * EXPERTS

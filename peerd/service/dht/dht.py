@@ -14,6 +14,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -34,7 +35,7 @@ from peerd.machine.dht.node_state import KademliaConfig
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict
 from peerd.machine.rpc.accounting import MethodLimits
-from peerd.net.host.host import Host, PeerDown
+from peerd.net.host.host import Host, PeerDown, PeerUp
 from peerd.net.timer import Timer
 from peerd.service.dht import codec as wire
 from peerd.service.dht.bootstrap import EntryPoints
@@ -50,6 +51,7 @@ _CALLS_PER_PEER = 64  # at once; a peer that joins, publishes and reads at the s
 _SLACK_BYTES = 32 << 10  # of a message beyond the records in it
 _OUTDATED = (Verdict.STALE, Verdict.UNTIMELY)
 _TOGETHER_S = 0.5  # addresses often change by several at once
+_CLOCKS_S = 20.0  # between two looks for peers whose clock we have not seen
 _NAMED_S = 60.0  # a peer that offers outdated records is named once in so long
 _NAMED_PEERS = 1024  # remembered for that
 
@@ -109,10 +111,13 @@ class Dht:
                     self._tell_addrs()
                     nursery.start_soon(self._timer.run)
                     nursery.start_soon(self._follow_addrs)
+                    nursery.start_soon(self._watch_clocks)
                     self.entries.start(nursery, bootstrap)
                     task_status.started()
                     async for event in events:
-                        if isinstance(event, PeerDown):
+                        if isinstance(event, PeerUp):
+                            nursery.start_soon(self._compare_clocks, event.peer)
+                        elif isinstance(event, PeerDown):
                             self.entries.lost(event.peer)
                             self._handle(q.Lost(event.peer))
             finally:
@@ -325,6 +330,22 @@ class Dht:
             if isinstance(error, Refused):
                 self.entries.refused(ask.contact.peer, str(error.args[0]))
         self._handle(outcome)
+
+    async def _watch_clocks(self) -> None:
+        """Ask peers whose clock we have not seen where they are now: a link over a relay may become direct."""
+        while True:
+            await trio.sleep(_CLOCKS_S)
+            for peer in self._host.connected():
+                await self._compare_clocks(peer)
+
+    async def _compare_clocks(self, peer: PeerId) -> None:
+        """Ask a peer what time it is, if we know too few clocks. Those that cannot be dialed are asked nothing else."""
+        link = self._host.links.best(peer)
+        if link is None or not self._peer_clock.wants(peer, link.remote):
+            return
+        silent_s = self._config.node.silent_s
+        with suppress(RemoteError, ProtocolViolation), trio.move_on_after(silent_s):
+            await self._calls.ask(Contact(peer, ()), q.Ping(self._kad.node.hello), silent_s)
 
     # --- answering ---------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from peerd.service.dht import codec as wire
 from peerd.service.rpc.rpc import Rpc
 
 _VERIFIED_PER_TURN = 4  # signatures, about 0.1 ms each
+_ENOUGH_NETWORKS = 8  # whose clocks are known: no peer is asked for the sake of its clock any more
 _CLOCK_STEP_S = 0.1  # a smaller correction is not worth a clock that jumps
 
 
@@ -41,6 +42,10 @@ class PeerClock:
     def raw_wall(self) -> float:
         """Unix seconds without the correction by peers: that is what peers compare."""
         return self._clock.wall() - (self._adjustable.offset_s if self._adjustable is not None else 0.0)
+
+    def wants(self, peer: PeerId, at: Multiaddr) -> bool:
+        """True when the clock of a peer, connected at that address, should be asked for."""
+        return self.skew.networks < _ENOUGH_NETWORKS and not self.skew.knows(peer, at)
 
     def compare(self, peer: PeerId, at: Multiaddr, sent: float, theirs: float) -> None:
         """The peer's clock, at that address, showed `theirs` between `sent` and now."""
