@@ -119,7 +119,7 @@ class Checkpoints:
             try:
                 state = safetensors.torch.load_file(path)
             except safetensors.SafetensorError as error:
-                raise ConfigError(f"{path} is not a safetensors file: {error}") from error
+                raise ConfigError(f"{path} is damaged: {error}; delete {self._hint(step)}") from error
         return state, manifest
 
     def manifest(self, step: int) -> Manifest:
@@ -132,7 +132,7 @@ class Checkpoints:
             here = f"stage {self._stage}, step {step}"
             raise ConfigError(f"{path} is of stage {found.stage}, step {found.step}; expected {here}")
         if not _TENSORS.fullmatch(found.tensors):
-            raise ConfigError(f"{path} is damaged: it names {found.tensors!r}")
+            raise ConfigError(f"{path} is damaged: it names {found.tensors!r}; delete {self._hint(step)}")
         return found
 
     def remove(self, step: int) -> None:
