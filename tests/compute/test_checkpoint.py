@@ -157,7 +157,10 @@ def change(**fields: object) -> Callable[[Path], None]:
         (change(fingerprint="ff"), r"step-00000005.json is of another run: fingerprint ff"),
         (change(stage=0), r"step-00000005.json is of stage 0, step 5; expected stage 1, step 5"),
         (change(step=6), r"step-00000005.json is of stage 1, step 6"),
-        (change(tensors="../../etc/passwd"), r"step-00000005.json is damaged: it names .*; delete step-00000005.json to"),
+        (
+            change(tensors="../../etc/passwd"),
+            r"step-00000005.json is damaged: it names .*; delete step-00000005.json to",
+        ),
         (change(surprise=1), r"step-00000005.json is damaged: Object contains unknown field `surprise`"),
     ],
 )

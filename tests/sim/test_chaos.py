@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import trio
 
 from peerd.core.run.check import check
 from peerd.core.run.runfile import (
@@ -31,7 +32,7 @@ from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from tests.kit.athome import Homes
-from tests.kit.chaos import Chaos
+from tests.kit.chaos import Chaos, in_no_thread
 from tests.kit.history import Histories
 from tests.kit.virtualroles import PacedDevice, Roles, virtual_run
 from tests.kit.world import home_line
@@ -95,6 +96,7 @@ def test_a_swarm_goes_on_exactly_after_misfortunes_of_all_kinds(
     run = run_of(tmp_path, rng, stages)
     print(f"case {case}: {run.pipeline}, {run.averaging}, {run.optimizer.name}, delayed {run.optimizer.delayed}")
     roles = Roles(run, tmp_path / "peers", partial(PacedDevice, rng.choice([0.1, 0.3])))
+    monkeypatch.setattr(trio.to_thread, "run_sync", in_no_thread)
     histories = Histories()
     histories.watch(monkeypatch)
     assert run_virtual(mended, case, roles, rng, histories, at_home, seed=case) == ""
