@@ -265,8 +265,13 @@ class Chaos:
         for file in (self._roles.directory / name).rglob(Path(found[1]).name):
             file.unlink()
         assert self._world._nursery is not None
-        self._world._nursery.start_soon(self._back, name, 1.0)
+        self._world._nursery.start_soon(self._again, name)
         return True
+
+    async def _again(self, name: str) -> None:
+        """Start a peer again whose role has ended: when its process has."""
+        await self._world.nodes[name].gone.wait()
+        await self._back(name, 1.0)
 
     async def _move(self, name: str, for_s: float) -> None:
         """A machine is carried to another place and has another address there."""
