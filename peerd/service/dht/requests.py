@@ -45,7 +45,7 @@ class PeerClock:
 
     def wants(self, peer: PeerId, at: Multiaddr) -> bool:
         """True when the clock of a peer, connected at that address, should be asked for."""
-        return self.skew.networks < _ENOUGH_NETWORKS and not self.skew.knows(peer, at)
+        return self.skew.networks < _ENOUGH_NETWORKS and self._may_vote(peer) and not self.skew.knows(peer, at)
 
     def compare(self, peer: PeerId, at: Multiaddr, sent: float, theirs: float) -> None:
         """The peer's clock, at that address, showed `theirs` between `sent` and now."""
