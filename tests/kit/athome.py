@@ -10,12 +10,15 @@ from peerd.service.peer_stack import peer_stack
 from peerd.sim.memory import MemoryLink
 from peerd.sim.nat import Home, Internet, Kind, SimRouter
 from peerd.sim.world import PORT, Node, Program, World
+from tests.kit.members import Organizer
 
 
 class Homes:
     """The routers of a world's nodes, which outlive the nodes' processes."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, organizer: Organizer | None = None) -> None:
+        """`organizer`: gives each node a token."""
+        self._organizer = organizer
         self._internet = Internet(world.net)
         self._routers: dict[tuple[str, str], SimRouter] = {}  # by node and address
 
@@ -28,10 +31,14 @@ class Homes:
             node.host, node.rpc, node.dht = stack.host, stack.rpc, stack.dht
             config = ConnectivityConfig(relay=relay)
             ways = Connectivity(stack.host, (stack.rpc, stack.dht), node.clock, node.keypair, config)
+            gate = self._organizer.gate(node, stack) if self._organizer is not None else None
             others = [addr for addr in node.world.bootstrap if addr != node.full_addr]
             async with trio.open_nursery() as nursery:
                 await nursery.start(stack.run, [tcp_addr("0.0.0.0", PORT)], others)
                 await nursery.start(ways.run)
+                if gate is not None:
+                    await nursery.start(gate.run)
+                    nursery.start_soon(gate.refresh, stack.dht)
                 task_status.started()
 
         return program
@@ -39,7 +46,8 @@ class Homes:
     def restart_router(self, name: str) -> None:
         """Switch a node's router off and on: it forgets all mappings, and no link through it lives on."""
         machine = self._internet.net.nodes[name]
-        self._routers[name, machine.ip].forget()
+        if (router := self._routers.get((name, machine.ip))) is not None:  # else it is on its way there
+            router.forget()
         for link in list(machine.links):
             assert isinstance(link, MemoryLink)
             link.break_both("the router was switched off")

@@ -21,6 +21,7 @@ from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.athome import Homes
+from tests.kit.members import Organizer
 from tests.kit.virtualroles import PacedDevice, Roles
 
 MISFORTUNES = 8
@@ -48,13 +49,16 @@ async def in_no_thread(job: Callable[..., Any], *args: Any, **_: Any) -> Any:
 class Chaos:
     """A swarm and its misfortunes, each drawn by `rng`."""
 
-    def __init__(self, world: World, roles: Roles, rng: random.Random, homes: Homes | None = None) -> None:
-        """`homes`: where peers live behind routers of all kinds, and the first node is a relay."""
+    def __init__(self, world: World, roles: Roles, rng: random.Random, at_home: bool = False) -> None:
+        """`at_home`: peers live behind routers of all kinds, and the first node is a relay."""
         self._world, self._roles, self._rng, self._stages = world, roles, rng, roles.run.pipeline.stages
-        self._homes = homes
+        tokens = roles.run.access.allow == "tokens"
+        self._organizer = Organizer(roles.run) if tokens else None
+        self._homes = Homes(world, self._organizer) if at_home else None
         self._names: list[str] = []  # of all but helpers
         self._moved = 0  # changes of address
-        self._unlucky = ""  # the one peer whose disk fails, if any: else nobody may have what was made
+        self._unlucky = ""  # the one peer whose disk fails, if any
+        self._lost = False  # peers of a stage went all at once: what was made is on their disks alone
         roles.owner = self._follow_advice
         self.told: list[str] = []
 
@@ -105,6 +109,8 @@ class Chaos:
         )
         if self._homes is not None:
             kinds = (*kinds, self._restart_router)
+        if self._organizer is not None:
+            kinds = (*kinds, *[self._revoke] * 3)
         async with trio.open_nursery() as nursery:
             for _ in range(MISFORTUNES):
                 nursery.start_soon(self._rng.choice(kinds), self._rng.choice(self._names), self._rng.choice(LAST_S))
@@ -197,7 +203,9 @@ class Chaos:
 
     async def _lose_stage(self, _name: str, for_s: float) -> None:
         """All peers of a stage go at once, or of a run of replicas all there are, and come back one by one."""
-        stage = self._rng.randrange(self._stages)
+        if self._unlucky:
+            return
+        self._lost, stage = True, self._rng.randrange(self._stages)
         lost = [name for name in self._names if self._serves(name, stage)]
         self._tell(f"stage {stage} is lost for {for_s} s: {', '.join(lost)}")
         for name in lost:
@@ -215,6 +223,9 @@ class Chaos:
 
     async def _lose_all(self, _name: str, for_s: float) -> None:
         """The power fails everywhere; what peers have on their disks is all that is left."""
+        if self._unlucky:
+            return
+        self._lost = True
         self._tell(f"all are lost for {for_s} s")
         lost = [name for name in self._names if self._world.nodes[name].up]
         for name in lost:
@@ -232,17 +243,27 @@ class Chaos:
             await self._back("boot", for_s)
 
     async def _lose_files(self, name: str, for_s: float) -> None:
-        name = self._unlucky = self._unlucky or name
-        if self._world.nodes[name].up:
+        name = self._unlucky or name
+        if self._world.nodes[name].up and self._may_lose_files(name):
+            self._unlucky = name
             self._tell(f"{name} is killed for {for_s} s and loses its files")
             await self._world.kill(self._world.nodes[name])
             shutil.rmtree(self._roles.directory / name, ignore_errors=True)
             await self._back(name, for_s)
 
+    def _may_lose_files(self, name: str) -> bool:
+        """True where others have what it has: a swarm that has lost a stage's state waits ten minutes for it."""
+        stages = [stage for stage in range(self._stages) if self._serves(name, stage)]
+        others = [other for other in self._names if other != name]
+        return not self._lost and all(any(self._serves(other, stage) for other in others) for stage in stages)
+
     async def _spoil_file(self, name: str, _for_s: float) -> None:
         """A file of a peer that runs is cut short, or has another byte, as by a disk that fails."""
         await trio.lowlevel.checkpoint()
-        name = self._unlucky = self._unlucky or name
+        name = self._unlucky or name
+        if not self._may_lose_files(name):
+            return
+        self._unlucky = name
         files = sorted(path for path in (self._roles.directory / name).rglob("*") if path.is_file())
         file = self._rng.choice([path for path in files if path.stat().st_size] or [None])
         if file is None:
@@ -287,6 +308,15 @@ class Chaos:
         self._world.net.set_line(name, ROUGH)
         await trio.sleep(for_s)
         self._world.net.set_line(name, self._world.nodes[name].first_line)
+
+    async def _revoke(self, name: str, for_s: float) -> None:
+        """A peer's token is taken back by mistake, and it is given another later."""
+        assert self._organizer is not None
+        told = self._rng.choice([one for one in self._names if one != name])
+        self._tell(f"the token of {name} is revoked, as {told} hears; it has another after {for_s} s")
+        self._organizer.revoke(name, told)
+        await trio.sleep(for_s)
+        self._organizer.renew(name)
 
     async def _restart_router(self, name: str, _for_s: float) -> None:
         assert self._homes is not None

@@ -15,6 +15,7 @@ from peerd.core.messages.encoding import Empty
 from peerd.core.messages.token import Revoked, Token, normal_roles, seal
 from peerd.core.run.runfile import AccessSection, PipelineSection, RunFile
 from peerd.service.access import Access
+from peerd.service.peer_stack import PeerStack
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
 from peerd.sim.clock import EPOCH_S, run_virtual
 from peerd.sim.programs import stack_on
@@ -23,6 +24,7 @@ from peerd.sim.world import Node, World
 ORGANIZER = Keypair.from_seed(b"organizer".ljust(32, b"."))
 STRANGER = Keypair.from_seed(b"stranger".ljust(32, b"."))
 NOW = int(EPOCH_S)
+ROLES = ("stage", "trainer", "aux", "backbone", "expert")
 SERVED = (
     "stage/4/forward",
     "stage/4/commit",
@@ -71,6 +73,41 @@ class Papers:
     async def keep(self, revoked: bytes) -> None:
         await trio.lowlevel.checkpoint()
         self.kept.append(revoked)
+
+
+class Organizer:
+    """The organizer of a run with tokens, for the nodes of a world; each has its token, and may be given another."""
+
+    def __init__(self, run: RunFile) -> None:
+        self._run = run
+        self._papers: dict[str, Papers] = {}
+        self._peers: dict[str, PeerId] = {}
+        self._numbers: dict[str, int] = {}  # of the tokens that count
+        self._issued, self._lists = 0, 0
+        self._revoked: set[int] = set()
+
+    def gate(self, node: Node, stack: PeerStack) -> Access:
+        """The gate of a node's calls, with the papers that its owner has on this disk."""
+        self._peers[node.name] = node.id
+        papers = self._papers.setdefault(node.name, Papers())
+        if node.name not in self._numbers:
+            self.renew(node.name)
+        access = Access(self._run, stack.host, stack.rpc, node.clock, papers)
+        stack.rpc.guard(access)
+        return access
+
+    def renew(self, name: str) -> None:
+        """Give a node a token that counts; it lies there until the node looks again."""
+        self._issued += 1
+        self._numbers[name] = self._issued
+        mine = token(self._peers[name], *ROLES, number=self._issued, run=self._run.run)
+        self._papers[name].mine = mine
+
+    def revoke(self, name: str, told: str) -> None:
+        """Take a node's token back; the list is given to one other."""
+        self._revoked.add(self._numbers[name])
+        self._lists += 1
+        self._papers[told].lists = [revoked(self._lists, *self._revoked)]
 
 
 class Member:

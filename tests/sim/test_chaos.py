@@ -18,6 +18,7 @@ import trio
 
 from peerd.core.run.check import check
 from peerd.core.run.runfile import (
+    AccessSection,
     AveragingSection,
     BatchSection,
     BoundarySection,
@@ -31,23 +32,23 @@ from peerd.core.run.runfile import (
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
-from tests.kit.athome import Homes
 from tests.kit.chaos import Chaos, in_no_thread
 from tests.kit.history import Histories
+from tests.kit.members import ORGANIZER
 from tests.kit.virtualroles import PacedDevice, Roles, virtual_run
 from tests.kit.world import home_line
 
 CASES = range(int(os.environ.get("PEERD_CHAOS_CASES", "4")))
 
 
-def run_of(folder: Path, rng: random.Random, stages: int) -> RunFile:
-    """A run as drawn that may be run, one in three with lossy codes."""
-    while check(run := _drawn(folder, rng, stages)):
+def run_of(folder: Path, rng: random.Random, stages: int, at_home: bool) -> RunFile:
+    """A run as drawn that may be run, one in three with lossy codes; at home one in three with tokens."""
+    while check(run := _drawn(folder, rng, stages, at_home)):
         pass
     return run
 
 
-def _drawn(folder: Path, rng: random.Random, stages: int) -> RunFile:
+def _drawn(folder: Path, rng: random.Random, stages: int, at_home: bool) -> RunFile:
     lossy = rng.random() < 1 / 3
     return virtual_run(
         folder,
@@ -69,13 +70,21 @@ def _drawn(folder: Path, rng: random.Random, stages: int) -> RunFile:
         ),
         checkpoint=CheckpointSection(every_steps=rng.choice([0, 2, 4]), keep=2),
         limits=LimitsSection(microbatches_in_flight=rng.choice([0, 0, 4])),
+        access=access_of(rng, at_home),
     )
+
+
+def access_of(rng: random.Random, at_home: bool) -> AccessSection:
+    """At home one in three with tokens."""
+    if at_home and rng.random() < 1 / 3:
+        return AccessSection(allow="tokens", organizer=ORGANIZER.peer_id.text)
+    return AccessSection()
 
 
 async def mended(case: int, roles: Roles, rng: random.Random, histories: Histories, at_home: bool) -> str:
     """Faults in what was made, and the story with them; "": there are none."""
     async with World(case, swarm(), WorldConfig(line=home_line)).running() as world:
-        chaos = Chaos(world, roles, rng, Homes(world) if at_home else None)
+        chaos = Chaos(world, roles, rng, at_home)
         await chaos.begin()
         await chaos.strike()
         await chaos.goes_on()
@@ -93,7 +102,7 @@ def test_a_swarm_goes_on_exactly_after_misfortunes_of_all_kinds(
     torch.set_num_threads(1)
     rng = random.Random(f"chaos {case} {at_home}")
     stages = (2, 3, 1)[case % 3]
-    run = run_of(tmp_path, rng, stages)
+    run = run_of(tmp_path, rng, stages, at_home)
     print(f"case {case}: {run.pipeline}, {run.averaging}, {run.optimizer.name}, delayed {run.optimizer.delayed}")
     roles = Roles(run, tmp_path / "peers", partial(PacedDevice, rng.choice([0.1, 0.3])))
     monkeypatch.setattr(trio.to_thread, "run_sync", in_no_thread)

@@ -26,11 +26,10 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.expert import ExpertRole
 from roles.trainer import TrainerRole
-from tests.kit.athome import Homes
 from tests.kit.chaos import STEPS, Chaos, in_no_thread
 from tests.kit.virtualroles import PacedDevice, Roles, virtual_run
 from tests.kit.world import home_line
-from tests.sim.test_chaos import CASES
+from tests.sim.test_chaos import CASES, access_of
 
 HOSTS, TRAINERS, EXPERTS, ROOM = 4, 2, 8, 4
 BACK_WITHIN_S = 120.0
@@ -75,7 +74,7 @@ class ExpertChaos(Chaos):
         await self._start(*(("trainer", TrainerRole) if trains else ("host", ExpertRole)))
 
 
-def run_of(folder: Path, rng: random.Random) -> RunFile:
+def run_of(folder: Path, rng: random.Random, at_home: bool) -> RunFile:
     """A run with experts, as drawn."""
     return virtual_run(
         folder,
@@ -88,13 +87,14 @@ def run_of(folder: Path, rng: random.Random) -> RunFile:
             block="ffn", grid=[2, 2], top_k=2, announce_s=2.0, timeout_s=2.0, checkpoint_updates=rng.choice([2, 20])
         ),
         limits=LimitsSection(experts=ROOM),
+        access=access_of(rng, at_home),
     )
 
 
 async def mended(case: int, roles: Roles, rng: random.Random, at_home: bool) -> list[int]:
     """The hosts of each expert in the end."""
     async with World(case, swarm(), WorldConfig(line=home_line)).running() as world:
-        chaos = ExpertChaos(world, roles, rng, Homes(world) if at_home else None)
+        chaos = ExpertChaos(world, roles, rng, at_home)
         await chaos.begin()
         await chaos.strike()
         await chaos.goes_on()
@@ -111,6 +111,6 @@ def test_every_expert_has_one_host_after_misfortunes_of_all_kinds(
     torch.set_num_threads(1)
     monkeypatch.setattr(trio.to_thread, "run_sync", in_no_thread)
     rng = random.Random(f"expert chaos {case} {at_home}")
-    run = run_of(tmp_path, rng)
+    run = run_of(tmp_path, rng, at_home)
     roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.1))
     assert run_virtual(mended, case, roles, rng, at_home, seed=case) == [1] * EXPERTS

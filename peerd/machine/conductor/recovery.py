@@ -2,21 +2,22 @@
 
 A member can reach what it holds, has prepared or has saved. Any peer can claim step 10^9: a position ahead of what the
 conductor knows counts only when enough established members claim it: more than a third of those of the stage that took
-part in a commit, or that the conductor before named, present or not (`Established`). Where none are known (a cold
-start) it needs more than a third of the stage's members that are anywhere but at the start, so that the lone survivor
-of a run counts, and one liar among three does not. Positions behind what the conductor knows, and the start, need no
-quorum: they take no member ahead.
+part in a commit, or that the conductor before named, present or not (`Established`); of those that serve another stage
+by now nobody waits for what they left behind. Where none are known (a cold start) it needs more than a third of the
+stage's members that are anywhere but at the start, so that the lone survivor of a run counts, and one liar among three
+does not. Positions behind what the conductor knows, and the start, need no quorum: they take no member ahead.
 Hostile input: any position, in hellos of any peer. A claim that does not count makes its member one that is not ready.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from peerd.core.limits import ESTABLISHED_MEMBERS
 from peerd.core.messages.swarm import Position
+from peerd.machine.swarm.posts import peer_of
 from peerd.machine.swarm.roster import START, RosterEntry
 
 
@@ -51,18 +52,24 @@ class Established:
         """True when members of this stage are known."""
         return bool(self._of.get(stage))
 
-    def back(self, stage: int, claims: Set[str], anywhere: int) -> bool:
+    def back(self, stage: int, claims: Set[str], anywhere: int, elsewhere: Set[str]) -> bool:
         """True when the members that claim a position are a quorum of the stage.
 
-        `anywhere`: the number of its members that claim any position but the start.
+        `anywhere`: the number of its members that claim any position but the start. `elsewhere`: see `moved_away`.
         """
-        known = self._of.get(stage, {}).keys()
+        known = self._of.get(stage, {}).keys() - elsewhere
         if not known:
             return 3 * len(claims) > anywhere
         claims = claims & known
         # The conductor's own peer was established too: a claim of one other alone is no more than its own knowledge.
         alone = len(claims) == 1 and self._own in known - claims
         return 3 * len(claims) > len(known) and not alone
+
+    def moved_away(self, members: Iterable[str]) -> set[str]:
+        """The posts that are not among the members any more while their peers are, with other posts."""
+        there = set(members)
+        peers = {peer_of(post) for post in there}
+        return {post for post in self._stage if post not in there and peer_of(post) in peers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +101,13 @@ def best_position(knowledge: Knowledge, members: Mapping[str, RosterEntry]) -> P
             claims[member.stage].setdefault(position, set()).add(peer)
         anywhere[member.stage] += member.is_anywhere
         holders[member.position] += 1
-    reach = [
-        {p for p, by in of.items() if not knowledge.ahead(p) or knowledge.established.back(stage, by, anywhere[stage])}
-        for stage, of in enumerate(claims)
-    ]
+    established = knowledge.established
+    elsewhere = established.moved_away(members)
+
+    def reaches(stage: int, position: Position, by: Set[str]) -> bool:
+        return not knowledge.ahead(position) or established.back(stage, by, anywhere[stage], elsewhere)
+
+    reach = [{p for p, by in of.items() if reaches(stage, p, by)} for stage, of in enumerate(claims)]
     common = set.intersection(*reach) - {START}
     newest = max((p.step for found in reach for p in found), default=0)
     if all(claims) and (knowledge.forsaken or max(newest, knowledge.announced) < knowledge.first_save):

@@ -4,8 +4,8 @@ A newcomer asks the conductor for its list of members. Where nobody conducts, th
 those of peers that say so when they are asked: a record outlives its peer by a minute, and a peer that came back serves
 nothing yet. Of a peer that nobody can ask they count unless it has announced that it came after them. A peer that has
 its turn to move (`machine/swarm/placement`) moves only when no peer that announces the empty stage says that it serves
-it, nobody is on the way there, and a stage-mate with the state can be reached. Hostile input: records, arrivals, the
-list, answers. A peer that claims a stage and does not serve it delays a move by _DOUBT_S, no longer.
+it, nobody is on the way there, and a stage-mate with the state says that it stays. Hostile input: records, arrivals,
+the list, answers. A peer that claims a stage and does not serve it delays a move by _DOUBT_S, no longer.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Placing:
         self._run, self._following, self._rivals, self._clock = run, following, rivals, clock
         self._directory, self._own = following.directory, following.own
         self._vacancies = Vacancies(self._own.text, self._directory.stages)
+        self._leaving: int | None = None  # the stage that this peer is about to leave: a mate must not rely on it
 
     async def answer(self, posts: Callable[[], list[int]]) -> None:
         """Tell others that ask which stages this peer serves, until cancelled. `posts`: these stages."""
@@ -46,7 +47,7 @@ class Placing:
         async def held(call: Incoming[WhichPosts]) -> Answer[PostsHeld]:
             if call.body.run != self._run:
                 raise Refused(OTHER_RUN_FILE)
-            return Answer(PostsHeld(posts()))
+            return Answer(PostsHeld([stage for stage in posts() if stage != self._leaving]))
 
         rpc = self._following.rpc
         rpc.serve(POSTS, WhichPosts, held)
@@ -100,6 +101,7 @@ class Placing:
 
     async def next_move(self, step: Callable[[], int]) -> Move:
         """Wait until this peer is to move; from then on it stays for a while. `step`: that of its own state."""
+        self.stays()
         followed: PeerId | None = None
         while True:
             await trio.sleep(_LOOK_S)
@@ -125,9 +127,18 @@ class Placing:
         with trio.move_on_after(_DIRECTORY_S), suppress(RemoteError):
             await self._directory.announce_arrival(self._clock.wall(), takes=stage)
 
-    async def reaches(self, peers: Sequence[str]) -> bool:
-        """True when one of these peers can be reached."""
-        return bool(await self._rivals.reachable(map(PeerId.parse, peers)))
+    async def may_leave(self, stage: int, mates: Sequence[str]) -> bool:
+        """True when one of these stage-mates says that it serves the stage; none may rely on us then, until `stays`."""
+        self._leaving = stage  # first, so that of two mates that ask at once neither relies on the other
+        held = await self._rivals.posts(map(PeerId.parse, mates))
+        if any(stage in stages for stages in held.values()):
+            return True
+        self.stays()
+        return False
+
+    def stays(self) -> None:
+        """Mates may rely on this peer again: it has left, or stays where it is."""
+        self._leaving = None
 
     async def _is_backed(self, move: Move, step: int) -> bool:
         """True when the evidence is for the move: see the module's header."""
@@ -147,7 +158,8 @@ class Placing:
                 entry = announced.get((PeerId.parse(mate), move.source))
                 if step == 0 or (not move.ready and entry is not None and entry.progress.step >= step):
                     with_state.add(mate)
-            return bool(await self._rivals.reachable(PeerId.parse(mate) for mate in sorted(with_state)))
+            return await self.may_leave(move.source, sorted(with_state))
+        self.stays()  # it took too long
         return False
 
 

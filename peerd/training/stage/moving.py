@@ -156,9 +156,11 @@ class Relocating:
         def may_go() -> bool:
             return self._is_spared(source) and not self._services.conducting.acting
 
-        if not await self._placing.reaches(self._mates(source)):
+        if not await self._placing.may_leave(source, self._mates(source)):
             return False
-        return await self._member.exit_if(source, may_go, _LAST_STEP_S)
+        left = await self._member.exit_if(source, may_go, _LAST_STEP_S)
+        self._placing.stays()
+        return left
 
     async def _give_up(self, order: _Order, problem: str, keeps: bool) -> None:
         """Be again what this peer was: a peer of the source, or a newcomer where it has left that."""

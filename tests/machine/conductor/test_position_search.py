@@ -46,6 +46,23 @@ def test_members_restore_what_they_saved_and_commit_what_they_prepared() -> None
     assert [(order.peer, order.commit) for order in made.moves(START)] == [(peer, False) for peer in "abcde"]
 
 
+def test_a_stage_whose_peers_moved_away_goes_on_from_what_a_newcomer_has() -> None:
+    """They left their state behind: nobody waits for their word."""
+    before = {post: int(post[-1]) for post in ("a/0", "b/0", "c/1", "d/1")}
+
+    def with_newcomer(*others: MemberHello) -> Position | None:
+        roster = Roster(2)
+        for one in (hello("new/0", START, saved=(NOW,)), hello("c/1", NOW, stage=1), *others):
+            roster.enter(one)
+        return PositionSearch(CONFIG, Origin(own="new/0", established=before), roster, Course(), 0.0).best()
+
+    moved = [hello(f"{peer}/1", START, stage=1, saved=(NOW,)) for peer in "ab"]
+    assert with_newcomer() is None, "a and b may come back with something newer"
+    assert with_newcomer(moved[0]) is None
+    assert with_newcomer(*moved) == NOW
+    assert with_newcomer(*moved, hello("b/0", OLD)) is None, "b serves the stage, too, and says otherwise"
+
+
 def test_it_is_decided_after_quiet_time_and_once_more_where_nothing_was_found_before() -> None:
     made = search(hello("a", NOW))
     assert made.due(0.0) == 1.0

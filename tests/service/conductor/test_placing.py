@@ -1,0 +1,70 @@
+"""Placing: what peers say that they serve, and two stage-mates of which one may go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import trio
+from trio.testing import MockClock
+
+from peerd.service.conductor.placing import Placing
+from peerd.service.run_services import RunServices
+from peerd.sim.programs import swarm
+from peerd.sim.world import Node, World
+from tests.kit.exact import run_file, write_texts
+
+HERE, ELSEWHERE = 0, 1
+
+
+async def mates(world: World, nursery: trio.Nursery, folder: Path) -> list[tuple[Node, Placing]]:
+    """Two peers that serve one stage and are connected."""
+    run = run_file("sgd", "float32", write_texts(folder))
+    found = []
+    for node in await world.start_many(2):
+        placing = RunServices(run, node.host, node.rpc, node.dht, node.clock).placing()
+        nursery.start_soon(placing.answer, lambda: [HERE])
+        found.append((node, placing))
+    (one, _), (other, _) = found
+    one.host.learn(other.id, [other.full_addr])
+    await one.host.connect(other.id)
+    return found
+
+
+async def test_of_two_mates_one_may_leave(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with World(1, swarm()).running() as world, trio.open_nursery() as nursery:
+        (one, first), (other, second) = await mates(world, nursery, tmp_path)
+        assert not await first.may_leave(ELSEWHERE, [other.id.text]), "the other does not serve that"
+        assert await first.may_leave(HERE, [other.id.text])
+        assert not await second.may_leave(HERE, [one.id.text]), "it would leave nobody"
+        first.stays()
+        assert await second.may_leave(HERE, [one.id.text])
+        nursery.cancel_scope.cancel()
+
+
+async def test_two_mates_that_ask_at_once_both_stay(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with World(1, swarm()).running() as world, trio.open_nursery() as nursery:
+        (one, first), (other, second) = await mates(world, nursery, tmp_path)
+        told: list[bool] = []
+
+        async def ask(placing: Placing, mate: Node) -> None:
+            told.append(await placing.may_leave(HERE, [mate.id.text]))
+
+        async with trio.open_nursery() as at_once:
+            at_once.start_soon(ask, first, other)
+            at_once.start_soon(ask, second, one)
+        assert told == [False, False]
+        assert await first.may_leave(HERE, [other.id.text]), "asked again, one after the other"
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_peer_that_is_gone_or_has_no_part_in_the_run_serves_nothing(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with World(1, swarm()).running() as world, trio.open_nursery() as nursery:
+        (_, first), (other, _) = await mates(world, nursery, tmp_path)
+        stranger = await world.start("stranger")
+        world.nodes["n00"].host.learn(stranger.id, [stranger.full_addr])
+        assert not await first.may_leave(HERE, [stranger.id.text])
+        await world.kill(other)
+        assert not await first.may_leave(HERE, [other.id.text])
+        nursery.cancel_scope.cancel()
