@@ -50,6 +50,7 @@ _SUSPECT_MOST_S = 600.0
 _PATIENT_TIMES = 3  # that a peer may fail in a row before it is suspected for longer each time
 _RETRY_S = 0.3
 _ROUNDS = 2  # that one refuses, and all others with it, until the duty passes it over
+_STUBBORN = 25  # refusals in a row of a peer, about ten seconds, until one that failed is asked instead
 _FURTHER = 10  # peers later in the order that are asked as well, for each time that the first has refused
 _OVERDUE_S, _LOOK_S = 2.0, 1.0  # that an answer takes before its link is doubted, and between looks at it
 _ANEW_S = 3.0  # for another way to a peer whose link has ended
@@ -365,11 +366,13 @@ class Following:
             await self.refresh()
             now, order = trio.current_time(), self.order()
             awake = [peer for peer in order if not self.suspected(peer)]
+            # It may have been our own line: the peer with the fewest failures is asked again, before its time is over,
+            # where nobody else is left, or all others have long said that they do not conduct.
+            if all(self._refusals.get(peer, 0) > _STUBBORN for peer in awake):
+                tried = [(*self._failures[peer], peer) for peer in order if peer in self._failures]
+                if rested := [(times, order.index(peer)) for times, at, peer in tried if now - at >= _SUSPECT_S]:
+                    return order[min(rested)[1]]
             if awake:
                 return min(enumerate(awake), key=lambda at: self._refusals.get(at[1], 0) + at[0] / _FURTHER)[1]
-            # It may have been our own line: the peer with the fewest failures is asked again, before its time is over.
-            tried = [(*self._failures.get(p, (0, 0.0)), place) for place, p in enumerate(order)]
-            if rested := [(times, place) for times, at, place in tried if now - at >= _SUSPECT_S]:
-                return order[min(rested)[1]]
             self.waits_for = "stage 0 has no peers" if not order else "no peer of stage 0 can be reached"
             await trio.sleep(_RETRY_S)

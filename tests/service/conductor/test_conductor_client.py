@@ -231,6 +231,26 @@ async def test_who_is_refused_asks_further_and_the_first_again_before_all_others
         assert log[-2:] == [14, 14]
 
 
+async def test_one_that_failed_long_is_asked_again_where_all_others_say_that_they_do_not_conduct(
+    autojump_clock: MockClock,
+) -> None:
+    async with peers(3) as (_, ids, rpcs, directory):
+        log: list[int] = []
+        conducts(rpcs[1], log, 1)
+        refuses(rpcs[2], log, 2)
+        directory.add(ids[1], 1.0)
+        directory.add(ids[2], 2.0)
+        me = following(rpcs[0], ids[0], directory)
+        for _ in range(10):
+            me.suspect(ids[1])
+        await trio.sleep(20)
+        assert me.suspected(ids[1]), "for minutes: a relay was gone, say"
+        with trio.fail_after(20):
+            await me.ask("swarm/4/test", Empty, Empty, 5.0)
+        assert me.accepted_by == ids[1]
+        assert log.count(2) >= 25, "those that can be reached have ten seconds to agree on one"
+
+
 async def test_the_duty_passes_over_one_that_refuses_while_all_others_do(autojump_clock: MockClock) -> None:
     async with peers(3) as (_, ids, rpcs, directory):
         refused: list[int] = []
