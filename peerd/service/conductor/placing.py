@@ -50,7 +50,7 @@ class Placing:
             return Answer(PostsHeld([stage for stage in posts() if stage != self._leaving]))
 
         rpc = self._following.rpc
-        rpc.serve(POSTS, WhichPosts, held)
+        rpc.serve(f"{POSTS}/held", WhichPosts, held)
         try:
             await trio.sleep_forever()
         finally:

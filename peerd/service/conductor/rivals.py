@@ -17,7 +17,7 @@ from typing import Final
 
 import trio
 
-from peerd.core.errors import RemoteError, TooSlow, Unreachable
+from peerd.core.errors import Overloaded, RemoteError, TooSlow, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import LOOKED_AT_ONCE, LOOKED_AT_PEERS, TERM_FIRST, TERM_JUMP, TERM_MAX
 from peerd.core.messages.swarm import Conducts, PostsHeld, WhichPosts, WhoConducts
@@ -27,7 +27,7 @@ from peerd.service.rpc.rpc import Rpc
 
 log = logging.getLogger("peerd.service.conductor.rivals")
 
-POSTS: Final = "posts/1/held"  # the method that `posts` calls
+POSTS: Final = "posts/1"  # the service that `posts` calls
 _CONNECT_S = 3.0
 _ANSWER_S = 3.0
 
@@ -88,7 +88,10 @@ class Rivals:
         return found
 
     async def posts(self, peers: Iterable[PeerId]) -> dict[PeerId, Collection[int]]:
-        """The stages that each of the peers serves by its own word; those that cannot be asked are left out."""
+        """The stages that each of the peers serves by its own word; those that cannot be asked are left out.
+
+        Of one that is too busy to say, its records count.
+        """
         found: dict[PeerId, Collection[int]] = {}
 
         async def ask(peer: PeerId) -> None:
@@ -96,9 +99,11 @@ class Rivals:
                 return
             try:
                 body = WhichPosts(self._run)
-                answer = await self._rpc.call(peer, POSTS, body, PostsHeld, timeout_s=_ANSWER_S)
+                answer = await self._rpc.call(peer, f"{POSTS}/held", body, PostsHeld, timeout_s=_ANSWER_S)
             except (Unreachable, TooSlow):
                 return
+            except Overloaded:
+                found[peer] = [stage for other, stage in self.following.directory.announced if other == peer]
             except RemoteError:
                 found[peer] = ()  # it has no part in the run, or none yet
             else:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import trio
-from trio.testing import MockClock
+from trio.testing import MockClock, wait_all_tasks_blocked
 
+from peerd.core.errors import Overloaded
+from peerd.core.messages.progress import StageProgress
+from peerd.core.messages.swarm import PostsHeld, WhichPosts
 from peerd.service.conductor.placing import Placing
+from peerd.service.conductor.rivals import POSTS
+from peerd.service.rpc.types import Answer, Incoming
 from peerd.service.run_services import RunServices
+from peerd.service.swarm.directory import StagePeer
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World
 from tests.kit.exact import run_file, write_texts
@@ -57,6 +63,22 @@ async def test_two_mates_that_ask_at_once_both_stay(tmp_path: Path, autojump_clo
         nursery.cancel_scope.cancel()
 
 
+async def test_of_a_mate_that_is_too_busy_to_say_its_record_counts(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async def busy(_: Incoming[WhichPosts]) -> Answer[PostsHeld]:
+        raise Overloaded("too many calls", 0.1)
+
+    async with World(1, swarm()).running() as world, trio.open_nursery() as nursery:
+        (_, first), (other, _) = await mates(world, nursery, tmp_path)
+        other.rpc.unserve(POSTS)
+        other.rpc.serve(f"{POSTS}/held", WhichPosts, busy)
+        assert not await first.may_leave(HERE, [other.id.text])
+        progress = StageProgress(HERE, 0.0, 0, 0, 0.0, "cpu", "", "", [])
+        first._directory.announced[other.id, HERE] = StagePeer(other.id, progress)
+        assert await first.may_leave(HERE, [other.id.text])
+        assert not await first.may_leave(ELSEWHERE, [other.id.text])
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_peer_that_is_gone_or_has_no_part_in_the_run_serves_nothing(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -67,4 +89,18 @@ async def test_a_peer_that_is_gone_or_has_no_part_in_the_run_serves_nothing(
         assert not await first.may_leave(HERE, [stranger.id.text])
         await world.kill(other)
         assert not await first.may_leave(HERE, [other.id.text])
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_role_that_begins_again_in_its_process_answers_again(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with World(1, swarm()).running() as world, trio.open_nursery() as nursery:
+        (_, first), (other, second) = await mates(world, nursery, tmp_path)
+        other.rpc.unserve(POSTS)  # of its first life
+        for stages in ([HERE], [ELSEWHERE]):
+            async with trio.open_nursery() as life:
+                life.start_soon(second.answer, stages.copy)
+                await wait_all_tasks_blocked()
+                assert await first._rivals.posts([other.id]) == {other.id: stages}
+                life.cancel_scope.cancel()
+            assert await first._rivals.posts([other.id]) == {other.id: ()}, "it serves nothing between two lives"
         nursery.cancel_scope.cancel()
