@@ -106,6 +106,7 @@ class Chaos:
             self._spoil_file,
             self._move,
             self._rough,
+            self._fail_role,
         )
         if self._homes is not None:
             kinds = (*kinds, self._restart_router)
@@ -317,6 +318,13 @@ class Chaos:
         self._organizer.revoke(name, told)
         await trio.sleep(for_s)
         self._organizer.renew(name)
+
+    async def _fail_role(self, name: str, _for_s: float) -> None:
+        """A role fails and begins again in its process, whose links and services live on."""
+        await trio.lowlevel.checkpoint()
+        if name in self._roles.live:
+            self._tell(f"the role of {name} fails and begins again")
+            self._roles.lives[name].cancel()
 
     async def _restart_router(self, name: str, _for_s: float) -> None:
         assert self._homes is not None

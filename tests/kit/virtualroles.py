@@ -21,6 +21,7 @@ from peerd.core.run.runfile import (
     RunFile,
 )
 from peerd.core.work import Worker
+from peerd.daemon import RESTART_PAUSES_S
 from peerd.log import EventLog
 from peerd.machine.pipeline.route_policy import RoutePolicy
 from peerd.machine.pipeline.routes import Route
@@ -74,6 +75,7 @@ class Roles:
         self.live: dict[str, Any] = {}
         self.logs: dict[str, EventLog] = {}
         self.devices: dict[str, Worker] = {}
+        self.lives: dict[str, trio.CancelScope] = {}  # of roles; a cancelled one begins again
         self.owner: Callable[[str, str], bool] | None = None  # told a node and why its role could not go on
 
     def program(
@@ -140,12 +142,17 @@ class Roles:
             log=log,
             worker=workers.__getitem__,
         )
-        self.live[node.name] = built = role(ctx)
         if run.pipeline.placement == "network" and ctx.services is not None:
             nursery.start_soon(ctx.services.link_watch.run)
         task_status.started()
-        await built.run()
-        await trio.sleep_forever()
+        while True:
+            self.live[node.name] = built = role(ctx)
+            with trio.CancelScope() as self.lives[node.name]:
+                await built.run()
+                await trio.sleep_forever()
+            await trio.lowlevel.checkpoint_if_cancelled()  # it was not the role that was ended, but its process
+            del self.live[node.name]
+            await trio.sleep(RESTART_PAUSES_S[0])
 
     def of(self, kind: type) -> list[Any]:
         return [role for _, role in sorted(self.live.items()) if isinstance(role, kind)]

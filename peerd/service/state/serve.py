@@ -301,12 +301,17 @@ async def _newest(offer: _Offer, respected: Callable[[PeerId], bool]) -> _Copy:
 
 
 async def _of_name(offer: _Offer, name: Position, respected: Callable[[PeerId], bool]) -> _Copy:
+    """A copy of what `name` stands for now: a swarm that went back makes another step from a position."""
     shelf = offer.by_name
     copy = next((copy for copy in shelf.copies.values() if copy.name == name), None)
-    if copy is None:
+    if copy is None or copy.manifest.position != name:
         found = await offer.named(name) if offer.named is not None else None
+        if copy is not None and (found is None or found[0] == copy.manifest.position):
+            return copy
         if found is None:
             raise Refused(f"what was asked for of step {name.step} is not kept here")
+        if copy is not None:
+            copy.name = None  # those that fetch it may go on
         shelf.make_room(trio.current_time(), respected)
         copy = await _hashed(shelf, *found, offer.worker)
         copy.name = name

@@ -99,6 +99,24 @@ async def test_a_checkpoint_of_another_step_is_a_lie_too(autojump_clock: MockClo
     assert fetcher.report.liars == [liar.text]
 
 
+async def test_after_a_swarm_went_back_the_step_that_it_made_then_is_given(autojump_clock: MockClock) -> None:
+    """Of the step that it had made before from there, a copy is still around."""
+    made = [(Position(8, b"before"), total(1)), (Position(8, b"now"), total(2))]
+
+    async def named(of: Position) -> tuple[Position, list[StateItem]] | None:
+        await trio.lowlevel.checkpoint()
+        return made[0] if made else None
+
+    async with peers(2) as (_, [(donor, rpc), (_, joiner)]):
+        Giving(rpc, STATE).offer_named(RUN, 1, named, WORKER)
+        assert (await fetch(joiner, [donor]))[1] == Position(8, b"before")
+        del made[0]
+        _, position, data = await fetch(joiner, [donor])
+        assert (position, data) == (Position(8, b"now"), bytes(total(2)[0].payload))
+        made.clear()
+        assert (await fetch(joiner, [donor]))[1] == Position(8, b"now"), "the copy lives longer than what it is of"
+
+
 async def test_what_is_not_kept_is_refused(autojump_clock: MockClock) -> None:
     async with peers(2) as (_, [(donor, rpc), (_, joiner)]):
         giver(rpc)
