@@ -13,6 +13,7 @@ import trio
 
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import LocalError
+from peerd.service.access import REFRESH_S
 from peerd.sim.nat import KINDS
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import World
@@ -132,7 +133,9 @@ class Chaos:
             seen.add(max(steps))
             return len(steps) == len(self._names) and len(seen) > STEPS and max(steps) - min(steps) <= 1
 
-        assert await self._world.until(on, within_s=BACK_WITHIN_S), self.story()
+        # A token that was renewed is looked for every twenty seconds, and shown to those that refused the old one.
+        within_s = BACK_WITHIN_S if self._organizer is None else BACK_WITHIN_S + 3 * REFRESH_S
+        assert await self._world.until(on, within_s=within_s), self.story()
 
     def _parted(self) -> bool:
         """True while a part that was cut off goes on by itself."""

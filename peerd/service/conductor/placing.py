@@ -50,11 +50,11 @@ class Placing:
             return Answer(PostsHeld([stage for stage in posts() if stage != self._leaving]))
 
         rpc = self._following.rpc
-        rpc.serve(f"{POSTS}/held", WhichPosts, held)
+        rpc.serve(POSTS, WhichPosts, held)
         try:
             await trio.sleep_forever()
         finally:
-            rpc.unserve(POSTS)
+            rpc.unserve("posts/1")
 
     # --- joining ----------------------------------------------------------------------------------------------
 

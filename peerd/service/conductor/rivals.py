@@ -27,7 +27,7 @@ from peerd.service.rpc.rpc import Rpc
 
 log = logging.getLogger("peerd.service.conductor.rivals")
 
-POSTS: Final = "posts/1"  # the service that `posts` calls
+POSTS: Final = "posts/1/held"  # the method that `posts` calls
 _CONNECT_S = 3.0
 _ANSWER_S = 3.0
 
@@ -99,7 +99,7 @@ class Rivals:
                 return
             try:
                 body = WhichPosts(self._run)
-                answer = await self._rpc.call(peer, f"{POSTS}/held", body, PostsHeld, timeout_s=_ANSWER_S)
+                answer = await self._rpc.call(peer, POSTS, body, PostsHeld, timeout_s=_ANSWER_S)
             except (Unreachable, TooSlow):
                 return
             except Overloaded:

@@ -69,8 +69,8 @@ async def test_of_a_mate_that_is_too_busy_to_say_its_record_counts(tmp_path: Pat
 
     async with World(1, swarm()).running() as world, trio.open_nursery() as nursery:
         (_, first), (other, _) = await mates(world, nursery, tmp_path)
-        other.rpc.unserve(POSTS)
-        other.rpc.serve(f"{POSTS}/held", WhichPosts, busy)
+        other.rpc.unserve("posts/1")
+        other.rpc.serve(POSTS, WhichPosts, busy)
         assert not await first.may_leave(HERE, [other.id.text])
         progress = StageProgress(HERE, 0.0, 0, 0, 0.0, "cpu", "", "", [])
         first._directory.announced[other.id, HERE] = StagePeer(other.id, progress)
@@ -95,7 +95,7 @@ async def test_a_peer_that_is_gone_or_has_no_part_in_the_run_serves_nothing(
 async def test_a_role_that_begins_again_in_its_process_answers_again(tmp_path: Path, autojump_clock: MockClock) -> None:
     async with World(1, swarm()).running() as world, trio.open_nursery() as nursery:
         (_, first), (other, second) = await mates(world, nursery, tmp_path)
-        other.rpc.unserve(POSTS)  # of its first life
+        other.rpc.unserve("posts/1")  # of its first life
         for stages in ([HERE], [ELSEWHERE]):
             async with trio.open_nursery() as life:
                 life.start_soon(second.answer, stages.copy)
