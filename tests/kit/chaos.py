@@ -33,7 +33,7 @@ BACK_WITHIN_S = 60.0
 STEPS = 4
 SLOWER = 10.0
 ROUGH = SimLine(latency_s=0.3, jitter_s=0.05, up_mbit_s=1, down_mbit_s=4, loss=0.02)
-SKEWS_S = (0.0, 0.0, 0.0, 2.0, -20.0)  # of the clocks that machines show
+SKEWS_S = (2.0, -20.0)  # of the one clock that is wrong, in half of all cases
 
 
 def public_ip(number: int) -> str:
@@ -58,6 +58,7 @@ class Chaos:
         self._homes = Homes(world, self._organizer) if at_home else None
         self._names: list[str] = []  # of all but helpers
         self._moved = 0  # changes of address
+        self._wrong, self._skew_s = rng.randrange(1, 13), rng.choice(SKEWS_S)  # a wrong clock: of which node, if any
         self._unlucky = ""  # the one peer whose disk fails, if any
         self._lost = False  # peers of a stage went all at once: what was made is on their disks alone
         roles.owner = self._follow_advice
@@ -87,8 +88,8 @@ class Chaos:
         if role is not AuxRole:
             self._names.append(name)
         network = self._homes.program(self._rng.choice(KINDS)) if self._homes is not None else None
-        program, skew_s = self._roles.program(role, network), self._rng.choice(SKEWS_S)
-        await self._world.start(name, program=program, ip=public_ip(number), skew_s=skew_s)
+        skew_s = self._skew_s if number == self._wrong else 0.0
+        await self._world.start(name, program=self._roles.program(role, network), ip=public_ip(number), skew_s=skew_s)
 
     async def strike(self) -> None:
         """Let misfortunes come, some of them together, and mend all that is left to mend."""
