@@ -9,7 +9,7 @@ from peerd.core.addr import is_relayed
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from tests.kit.athome import Homes
-from tests.kit.chaos import public_ip
+from tests.kit.misfortunes import public_ip
 from tests.kit.world import home_line
 
 WRONG_S = -30.0

@@ -18,7 +18,7 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-from tests.kit.chaos import public_ip
+from tests.kit.misfortunes import public_ip
 from tests.kit.training import pinned
 from tests.kit.virtualroles import Roles, virtual_run
 from tests.kit.world import home_line
