@@ -34,7 +34,7 @@ def public_ip(number: int) -> str:
 
 
 class Misfortunes:
-    """What may happen to the peers of a swarm: each misfortune has a victim and lasts for some seconds."""
+    """Faults injected into a swarm's peers: each method is one fault, of the named peer, for so many seconds."""
 
     def __init__(self, world: World, roles: Roles, rng: random.Random, at_home: bool = False) -> None:
         """`at_home`: peers live behind routers of all kinds, and the first node is a relay."""

@@ -122,7 +122,7 @@ async def test_its_own_checkpoint_does_not_lead_a_restarted_peer_past_an_empty_s
 async def test_peers_that_lost_power_together_go_back_to_what_is_on_their_disks(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
-    """What they announced before stays in the directory for a minute: they serve nothing of it yet."""
+    """Stage records outlive their peers by a minute: those of peers that came back do not count."""
     roles = Roles(run_of(tmp_path), tmp_path / "peers")
     async with training(roles, 6) as world:
         lost = [node for node in world.living() if node.name.startswith("stage")]

@@ -344,7 +344,7 @@ class Dht:
         if link is None or not self._peer_clock.wants(peer, link.remote):
             return
         silent_s = self._config.node.silent_s
-        with suppress(RemoteError, ProtocolViolation), trio.move_on_after(silent_s):
+        with suppress(RemoteError), trio.move_on_after(silent_s):
             await self._calls.ask(Contact(peer, ()), q.Ping(self._kad.node.hello), silent_s)
 
     # --- answering ---------------------------------------------------------------------------------------------

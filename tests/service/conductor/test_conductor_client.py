@@ -243,7 +243,6 @@ async def test_one_that_failed_long_is_asked_again_where_all_others_say_that_the
         me = following(rpcs[0], ids[0], directory)
         for _ in range(10):
             me.suspect(ids[1])
-        await trio.sleep(20)
         assert me.suspected(ids[1]), "for minutes: a relay was gone, say"
         with trio.fail_after(20):
             await me.ask("swarm/4/test", Empty, Empty, 5.0)
