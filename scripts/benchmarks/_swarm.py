@@ -46,7 +46,8 @@ class Swarm(Peers):
         """Start a backbone, a peer for each stage and a trainer; early ones wait for the others."""
         entry = self._enter()
         for stage in range(self.run["pipeline"]["stages"]):
-            self._join(f"stage-{stage}", "stage", entry, {**self.run, "limits": {"stage": stage}})
+            limits = {**self.run.get("limits", {}), "stage": stage}
+            self._join(f"stage-{stage}", "stage", entry, {**self.run, "limits": limits})
         self._join("trainer", "trainer", entry, self.run, "--log-level", "debug")  # it notes every step then
 
     def start_replicas(self, runs: Sequence[dict[str, Any]]) -> None:
