@@ -24,6 +24,7 @@ _ROOM_BYTES: Final = HEADER.size + PLACED_HEADER.size + 4
 _CRUMB_BYTES: Final = 512  # no data frame smaller than this is cut from a large piece to fill up a batch
 _SMALL_BYTES: Final = 16 * 1024  # no more than this queued: the stream goes before those with more
 _FAIR_BYTES: Final = 64 * 1024  # of small frames, then a large one has its turn
+_NAME_BYTES: Final = 512  # the first of a large stream: whoever accepts it waits some seconds for its protocol's name
 
 
 class SendQueue:
@@ -162,8 +163,8 @@ class SendQueue:
         return self._bulk or (self._railed if self.helping else None) or None
 
     def _ring_of(self, stream: YamuxStream) -> deque[YamuxStream]:
-        # What opens or acknowledges a stream is small, whatever comes behind it.
-        if stream.flags_due or stream.out_bytes <= _SMALL_BYTES:
+        # What opens, acknowledges or names a stream is small, whatever comes behind it.
+        if stream.flags_due or stream.out_bytes <= _SMALL_BYTES or not stream.sent_bytes:
             return self._small
         # What overtook the frame that opens its stream would belong to none.
         return self._railed if self._rails and stream.acked else self._bulk
@@ -182,6 +183,8 @@ class SendQueue:
             return at  # what comes behind it has its turn among the large ones
         head = PLACED_HEADER.size if stream.striped else _HEADER_BYTES
         size = min(stream.out_bytes, stream.send_credit, len(into) - at - head)
+        if others and not stream.sent_bytes and stream.out_bytes > _SMALL_BYTES:
+            size, spill_bytes = min(size, _NAME_BYTES), 0
         # Never with data: js-libp2p, having ended its own direction, looks at the FIN first and drops the data.
         if stream.fin_due and not stream.fin_sent and not stream.out_bytes:
             flags |= FIN

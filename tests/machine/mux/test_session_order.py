@@ -121,3 +121,14 @@ def test_a_message_passes_large_ones_that_open_their_streams() -> None:
     pair.a.mux.write(small, b"quick")
     frames = sent(pair.a.mux)
     assert sum(size for _, size in frames[: frames.index((small.id, 5))]) == 0
+
+
+def test_large_streams_name_their_protocols_before_any_goes_on() -> None:
+    pair = MuxPair()
+    for _ in range(100):
+        pair.a.mux.write(pair.a.mux.open(0.0), bytes(32 << 10))
+    opened = set(pair.a.mux.streams)
+    frames = sent(pair.a.mux, 2)
+    named = [stream for stream, _ in frames[:100]]
+    assert set(named) == opened
+    assert sum(size for _, size in frames[:100]) <= 100 * 512
