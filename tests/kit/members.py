@@ -96,6 +96,10 @@ class Organizer:
         stack.rpc.guard(access)
         return access
 
+    def withhold(self, name: str) -> None:
+        """Give a node none before it is renewed."""
+        self._numbers[name], self._papers[name] = 0, Papers()
+
     def renew(self, name: str) -> None:
         """Give a node a token that counts; it lies there until the node looks again."""
         self._issued += 1

@@ -79,7 +79,11 @@ class EntryPoints:
 
     def peers(self) -> list[PeerId]:
         """Those that are connected."""
-        return [entry.peer for entry in self._entries if entry.peer is not None]
+        return [peer for peer, _ in self.connected()]
+
+    def connected(self) -> list[tuple[PeerId, Multiaddr]]:
+        """Those that are connected, each with its address."""
+        return [(entry.peer, entry.addr) for entry in self._entries if entry.peer is not None]
 
     def lost(self, peer: PeerId) -> None:
         """The last connection to `peer` has closed."""

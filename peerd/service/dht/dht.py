@@ -51,7 +51,7 @@ _CALLS_PER_PEER = 64  # at once; a peer that joins, publishes and reads at the s
 _SLACK_BYTES = 32 << 10  # of a message beyond the records in it
 _OUTDATED = (Verdict.STALE, Verdict.UNTIMELY)
 _TOGETHER_S = 0.5  # addresses often change by several at once
-_CLOCKS_S = 20.0  # between two looks for peers whose clock we have not seen
+_LINKS_S = 20.0  # between two looks at connected peers
 _NAMED_S = 60.0  # a peer that offers outdated records is named once in so long
 _NAMED_PEERS = 1024  # remembered for that
 
@@ -111,7 +111,7 @@ class Dht:
                     self._tell_addrs()
                     nursery.start_soon(self._timer.run)
                     nursery.start_soon(self._follow_addrs)
-                    nursery.start_soon(self._watch_clocks)
+                    nursery.start_soon(self._watch_links)
                     self.entries.start(nursery, bootstrap)
                     task_status.started()
                     async for event in events:
@@ -331,10 +331,16 @@ class Dht:
                 self.entries.refused(ask.contact.peer, str(error.args[0]))
         self._handle(outcome)
 
-    async def _watch_clocks(self) -> None:
-        """Ask peers whose clock we have not seen where they are now: a link over a relay may become direct."""
+    async def _watch_links(self) -> None:
+        """Ask peers whose clock we have not seen where they are now: a link over a relay may become direct.
+
+        While nobody is known, ask the entry peers once more: one that refused us may take our new token.
+        """
         while True:
-            await trio.sleep(_CLOCKS_S)
+            await trio.sleep(_LINKS_S)
+            if not len(self._kad.node.neighbours.table):
+                for peer, addr in self.entries.connected():
+                    self._met(peer, addr)
             for peer in self._host.connected():
                 await self._compare_clocks(peer)
 
