@@ -2,8 +2,10 @@
 
 Control frames go first. Then streams with little queued, so that a small call passes a bulk transfer, each in turn with
 one frame; then those with much, in turn as well. Whoever sends little all the time cannot starve the others: after each
-`_FAIR_BYTES` of small frames one large one goes, if one waits. While none is small, one may go on without a copy. Once
-the link has rails (see `striping`), they take what is large, and the first connection is left to all the rest.
+`_FAIR_BYTES` of small frames one large one goes, if one waits. What opens a large stream is small, its first bytes too:
+the other side resets a stream that does not name its protocol in time, and its turn among the large ones may be far.
+While none is small, one may go on without a copy. Once the link has rails (see `striping`), they take what is large,
+and the first connection is left to all the rest.
 Invariants: a stream stands in one ring at most, and in one exactly while it `wants_out`; credit is never exceeded; of
 streams that were reset few stay in the rings, so that a peer that opens and resets them while we cannot send gains
 nothing.
