@@ -205,7 +205,7 @@ async def test_a_narrow_path_between_two_counts_in_averaging_and_a_narrow_end_do
             lines.tell(f"{keypair(name).peer_id.text}/0", 0, LineInfo("node", rate, rate, 1000, "float32"))
         async with trio.open_nursery() as nursery:
             for one, other in (("a", "b"), ("b", "a"), ("a", "d"), ("d", "b")):
-                for _ in range(2):  # so that something waits all the time
+                for _ in range(3):  # so that something waits all the time
                     nursery.start_soon(made.send, one, other, 10)
         await trio.sleep(90.0)
         a, b, d = (f"{name}/0" for name in names("a", "b", "d"))
