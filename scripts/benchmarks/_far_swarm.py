@@ -23,8 +23,7 @@ class FarSwarm(Swarm):
         self.entry = self._enter()
         for stage in range(self.run["pipeline"]["stages"]):
             for which in "ab":
-                run = {**self.run, "limits": {"stage": stage}}
-                self._join(f"stage-{stage}-{which}", "stage", self.entry, run)
+                self._join(f"stage-{stage}-{which}", "stage", self.entry, self._run_at(stage))
         self._join_trainer()
 
     def restart_trainer(self) -> None:

@@ -46,8 +46,7 @@ class Swarm(Peers):
         """Start a backbone, a peer for each stage and a trainer; early ones wait for the others."""
         entry = self._enter()
         for stage in range(self.run["pipeline"]["stages"]):
-            limits = {**self.run.get("limits", {}), "stage": stage}
-            self._join(f"stage-{stage}", "stage", entry, {**self.run, "limits": limits})
+            self._join(f"stage-{stage}", "stage", entry, self._run_at(stage))
         self._join("trainer", "trainer", entry, self.run, "--log-level", "debug")  # it notes every step then
 
     def start_replicas(self, runs: Sequence[dict[str, Any]]) -> None:
@@ -90,6 +89,10 @@ class Swarm(Peers):
 
         self.until(evaluated, f"the loss after step {step} was never told", patience_s)
         return found[0]
+
+    def _run_at(self, stage: int) -> dict[str, Any]:
+        """The run file of a peer of `stage`."""
+        return {**self.run, "limits": {**self.run.get("limits", {}), "stage": stage}}
 
     def _join(self, name: str, role: str, entry: str, run: dict[str, Any], *more: str) -> None:
         file = self.folder / f"{name}.yaml"

@@ -186,7 +186,7 @@ class SendQueue:
         head = PLACED_HEADER.size if stream.striped else _HEADER_BYTES
         size = min(stream.out_bytes, stream.send_credit, len(into) - at - head)
         if others and not stream.sent_bytes and stream.out_bytes > _SMALL_BYTES:
-            size, spill_bytes = min(size, _NAME_BYTES), 0
+            size, spill_bytes = min(size, _NAME_BYTES), 0  # its next turn is among the large ones
         # Never with data: js-libp2p, having ended its own direction, looks at the FIN first and drops the data.
         if stream.fin_due and not stream.fin_sent and not stream.out_bytes:
             flags |= FIN
