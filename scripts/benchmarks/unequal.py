@@ -2,6 +2,8 @@
 
 Three stages of two peers each, one trainer, in virtual time; the middle stage limits all. `device`: one of its peers is
 four times slower; `line`: the line of one is, and what it carries takes longer than computing; `both`: one of each.
+Beside the full pipeline's rate the whole step's, from its first microbatch to its last: the stage's peers should end
+together.
 """
 
 from __future__ import annotations
@@ -40,14 +42,11 @@ KINDS: Final[dict[str, tuple[tuple[float, float], tuple[float, float]]]] = {  # 
 
 @dataclass(frozen=True, slots=True)
 class Unequal:
-    """One kind of inequality, and its rates in microbatches a second."""
+    """One kind of inequality, and its rates in microbatches a second. `whole`: of a step with its begin and end."""
 
     rate: float
+    whole: float
     possible: float
-
-    @property
-    def share(self) -> float:
-        return self.rate / self.possible
 
 
 def possible(kind: str) -> float:
@@ -77,12 +76,16 @@ async def _measured(kind: str, folder: Path) -> Unequal:
             return sum(post.post.serving.samples if post.post else 0 for post in posts)
 
         marks = []
-        for share in (1.0 + FROM, 1.0 + TO):  # of the second step: by then the trainer knows the peers
-            goal = round(MICROBATCHES * share)
+        for share in (0.0, FROM, TO, 1.0):  # of the second step: by then the trainer knows the peers
+            goal = round(MICROBATCHES * (1.0 + share)) + (share == 0.0)
             assert await world.until(lambda goal=goal: done() >= goal, within_s=3_000.0, step_s=DEVICE_S / 4)
             marks.append((trio.current_time(), done()))
-    (began, first), (ended, last) = marks
-    return Unequal((last - first) / (ended - began), possible(kind))
+    return Unequal(_rate(*marks[1:3]), _rate(marks[0], marks[3]), possible(kind))
+
+
+def _rate(earlier: tuple[float, int], later: tuple[float, int]) -> float:
+    """Microbatches a second between two moments; each with how many were done by then."""
+    return (later[1] - earlier[1]) / (later[0] - earlier[0])
 
 
 def measured(kind: str) -> Unequal:
@@ -100,4 +103,6 @@ def measure(full: bool) -> Report:
 def _section(kind: str) -> Iterator[Figure]:
     found, told = measured(kind), {"device": "a slow device", "line": "a slow line", "both": "one of each"}[kind]
     yield Figure(f"{kind}_rate", f"{told}: microbatches a second", found.rate, "1/s", 2)
-    yield Figure(f"{kind}_share", "  over the sum of what each can do", found.share, "", 3, at_least=LEAST)
+    share, whole_share = found.rate / found.possible, found.whole / found.possible
+    yield Figure(f"{kind}_share", "  over the sum of what each can do", share, "", 3, at_least=LEAST)
+    yield Figure(f"{kind}_whole_share", "  the same of a whole step", whole_share, "", 3)

@@ -63,7 +63,7 @@ class _Known:
 
 
 class _Pair:
-    """Seconds between two peers, there and back."""
+    """Seconds between two peers, there and back, for one microbatch alone."""
 
     def __init__(self) -> None:
         self._last = deque[float](maxlen=_LAST)
@@ -177,18 +177,27 @@ class HopCosts:
     # --- what answers tell ------------------------------------------------------------------------------------
 
     def answered(
-        self, now: float, hops: Sequence[Hop], took_s: float, loads: Sequence[int], named: Sequence[str] | None = None
+        self,
+        now: float,
+        hops: Sequence[Hop],
+        took_s: float,
+        loads: Sequence[int],
+        named: Sequence[str] | None = None,
+        slowed: Sequence[float] | None = None,
     ) -> None:
         """A way from the trainer through these hops took so long. `loads`: by hop, others of ours that were there;
         `named`: who was to do it. Where another did, the time went to finding out that the named one does not.
+        `slowed`: times as long as alone that it took to each hop, as others of ours were on the same line.
         """
         spent = within(hops, took_s)
+        slowed = slowed or [1.0] * len(spent)
         explained_s = [load * self._service_s(hop) for hop, load in zip(spent, loads, strict=True)]
-        known_s = self._rest_s(spent, explained_s)
+        known_s = self._rest_s(spent, explained_s, slowed)
         before, outer_s = TRAINER, took_s
-        for hop, rest_s, name in zip(spent, known_s, named or [hop.peer for hop in spent], strict=True):
+        names = named or [hop.peer for hop in spent]
+        for hop, rest_s, name, times in zip(spent, known_s, names, slowed, strict=True):
             accounted_s = hop.whole_s if rest_s is None else min(hop.whole_s, _TRUSTED * rest_s)
-            self._note_pair(before, name, outer_s - accounted_s, now, is_near=name == hop.peer)
+            self._note_pair(before, name, (outer_s - accounted_s) / times, now, is_near=name == hop.peer)
             before, outer_s = hop.peer, hop.onward_s
         before = TRAINER
         for hop, explained in zip(spent, explained_s, strict=True):
@@ -203,19 +212,22 @@ class HopCosts:
         known = self._known.get(hop.peer)
         return hop.service_s if known is None else known.service_s
 
-    def _rest_s(self, spent: Sequence[Spent], explained_s: Sequence[float]) -> list[float | None]:
+    def _rest_s(
+        self, spent: Sequence[Spent], explained_s: Sequence[float], slowed: Sequence[float]
+    ) -> list[float | None]:
         """For each hop, how long it and those after it are known to take; None: not known of all."""
         found: list[float | None] = []
         rest_s: float | None = 0.0
-        after: str | None = None
-        for hop, explained in zip(reversed(spent), reversed(explained_s), strict=True):
-            known, pair = self._known.get(hop.peer), self._pairs.get((hop.peer, after or ""))
-            if rest_s is None or known is None or (after is not None and pair is None):
+        after, times = "", 1.0
+        for hop, explained, before_times in zip(reversed(spent), reversed(explained_s), reversed(slowed), strict=True):
+            known, pair = self._known.get(hop.peer), self._pairs.get((hop.peer, after))
+            if rest_s is None or known is None or (after and pair is None):
                 rest_s = None
             else:
-                rest_s += known.service_s + known.waiting_s + explained + (pair.seconds if pair is not None else 0.0)
+                on_way_s = times * pair.seconds if pair is not None else 0.0
+                rest_s += known.service_s + known.waiting_s + explained + on_way_s
             found.append(rest_s)
-            after = hop.peer
+            after, times = hop.peer, before_times
         return found[::-1]
 
     def _note_pair(self, one: str, other: str, seconds: float, now: float, *, is_near: bool) -> None:

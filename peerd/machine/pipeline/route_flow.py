@@ -88,12 +88,11 @@ class RouteFlow:
         """Seconds from a peer to each of these, and back, with what is on the line between the two."""
         ways_s = self._costs.between(one, others, now)
         return [
-            seconds * (1.0 + _STILL_ON_THE_LINE * self._between[one, other])
-            for other, seconds in zip(others, ways_s, strict=True)
+            seconds * _times_as_long(self._between[one, other]) for other, seconds in zip(others, ways_s, strict=True)
         ]
 
     def sent(self, route: Sequence[str]) -> Sent:
-        sent = Sent(route, [self._under_way[name] for name in route])
+        sent = Sent(route, [self._under_way[name] for name in route], [self._between[way] for way in pairwise(route)])
         self._under_way.update(route)
         self._between.update(pairwise(route))
         return sent
@@ -107,14 +106,24 @@ class RouteFlow:
             return  # one has gone meanwhile, or never was
         loads = dict(zip(sent.route, sent.loads, strict=True))
         most = [loads.get(hop.peer, 0) + self._under_way[hop.peer] for hop in hops]
-        named = sent.route if len(sent.route) == len(hops) else None
-        self._costs.answered(now, hops, took_s, most, named)
+        if len(sent.route) == len(hops):
+            # What was on a way when this one left, and what is now: the mean of both, it itself not counted.
+            others = zip(pairwise(sent.route), sent.on_ways, strict=True)
+            slowed = [1.0, *(_times_as_long((before + self._between[way] - 1) / 2) for way, before in others)]
+            self._costs.answered(now, hops, took_s, most, sent.route, slowed)
+        else:
+            self._costs.answered(now, hops, took_s, most)
 
     def update(self, rates: Mapping[str, float]) -> None:
         self._rates, serving = rates, frozenset(rates)
         if self._serving is None or not self._serving <= serving:  # some have gone: rare, and a look at all pairs
             self._costs.keep_only(serving)
         self._serving = serving
+
+
+def _times_as_long(others: float) -> float:
+    """The time between two peers, over that without the others that are on the way as well."""
+    return 1.0 + _STILL_ON_THE_LINE * max(0.0, others)
 
 
 def _take(counter: Counter[T], keys: Iterable[T]) -> None:

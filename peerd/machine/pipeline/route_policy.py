@@ -18,10 +18,12 @@ Cut = Callable[[str, str], bool]  # True for two peers that found no way to each
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A microbatch under way. `route`: the peers that are to compute it; `loads`: what each had before, of ours."""
+    """A microbatch under way. `route`: the peers that are to compute it; `loads`: what each had before, of ours;
+    `on_ways`: the same on the way from each to the next."""
 
     route: Sequence[str]
     loads: Sequence[int] = ()
+    on_ways: Sequence[int] = ()
 
 
 class RoutePolicy(Protocol):

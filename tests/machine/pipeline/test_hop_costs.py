@@ -25,6 +25,14 @@ def test_an_answer_is_taken_apart() -> None:
     assert one.between("a", ["b"], 1.0) == [4.0]
 
 
+def test_time_between_two_counts_as_it_would_be_without_others_of_ours_on_the_same_line() -> None:
+    one, b = costs(), Hop("b", RECEIPT, 3.0)
+    one.answered(0.0, [Hop("a", RECEIPT, 2.0, 0.0, 9.0), b], 12.0, [0, 0], None, [1.0, 3.0])
+    assert one.between("a", ["b"], 1.0) == [2.0]
+    one.answered(0.0, [Hop("a", RECEIPT, 2.0, 0.0, 15.0), b], 18.0, [0, 0], None, [1.0, 6.0])
+    assert one.between(TRAINER, ["a"], 1.0) == [1.0], "it is known how long b takes then, and no fault of a's"
+
+
 def test_the_time_lost_with_a_peer_that_did_not_do_it_counts_for_the_way_to_it_and_not_for_who_did() -> None:
     one = costs()
     for _ in range(3):

@@ -75,6 +75,22 @@ def test_microbatches_do_not_wait_for_each_other_on_one_line_where_another_is_as
     assert found == ["a1", "b1", "a1", "b1"]
 
 
+def test_what_others_of_ours_took_on_a_line_does_not_count_once_they_are_over() -> None:
+    """a1 is 0.4 s away; b1 0.3 s, measured while eight others were on the way to it: 0.9 s."""
+    one = flow()
+    for name, far_s, others in (("a1", 0.4, 0), ("b1", 0.9, 8)):
+        for _ in range(8):
+            hops = [Hop("a0", RECEIPT, 0.01, 0.0, far_s + 0.01), Hop(name, RECEIPT, 0.01)]
+            under_way = [one.sent(["a0", name]) for _ in range(others + 1)]
+            one.answered(0.0, under_way[-1], hops, far_s + 0.02)
+            for sent in under_way:
+                one.ended(sent)
+    assert one.choose(0.0, [["a0"], ["a1", "b1"]], never)[1] == "b1"
+    for _ in range(2):
+        one.sent(["a0", "b1"])
+    assert one.choose(0.0, [["a0"], ["a1", "b1"]], never)[1] == "a1"
+
+
 def test_a_newcomer_is_tried_but_not_flooded() -> None:
     """Until it has answered it may be as slow as the slowest."""
     one, speeds = flow(), {"a0": 1.0, "b0": 1.0, "c0": 4.0}
