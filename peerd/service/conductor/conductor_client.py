@@ -366,10 +366,10 @@ class Following:
             await self.refresh()
             now, order = trio.current_time(), self.order()
             awake = [peer for peer in order if not self.suspected(peer)]
-            # It may have been our own line: the peer with the fewest failures is asked again, before its time is over,
-            # where nobody else is left, or all others have long said that they do not conduct.
+            # It may have been our own line: of the suspects the one with the fewest failures is asked again, before its
+            # time is over, where nobody else is left, or all others have long said that they do not conduct.
             if all(self._refusals.get(peer, 0) > _STUBBORN for peer in awake):
-                tried = [(*self._failures[peer], peer) for peer in order if peer in self._failures]
+                tried = [(*self._failures[peer], peer) for peer in order if self.suspected(peer)]
                 if rested := [(times, order.index(peer)) for times, at, peer in tried if now - at >= _SUSPECT_S]:
                     return order[min(rested)[1]]
             if awake:

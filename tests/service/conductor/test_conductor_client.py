@@ -250,6 +250,27 @@ async def test_one_that_failed_long_is_asked_again_where_all_others_say_that_the
         assert log.count(2) >= 25, "those that can be reached have ten seconds to agree on one"
 
 
+async def test_one_that_failed_and_answers_again_is_not_asked_for_ever_while_it_does_not_conduct(
+    autojump_clock: MockClock,
+) -> None:
+    """Nobody conducts for half a minute; then the one does that has refused until now, and never failed."""
+    async with peers(3) as (_, ids, rpcs, directory):
+        log: list[int] = []
+        for number in (1, 2):
+            refuses(rpcs[number], log, number)
+            directory.add(ids[number], float(number))
+        me = following(rpcs[0], ids[0], directory)
+        me.suspect(ids[2])
+        with trio.move_on_after(30):
+            await me.ask("swarm/4/test", Empty, Empty, 5.0)
+        assert min(log.count(1), log.count(2)) > 25
+        rpcs[1].unserve("swarm/4")
+        conducts(rpcs[1], log, 1)
+        with trio.fail_after(3):
+            await me.ask("swarm/4/test", Empty, Empty, 5.0)
+        assert me.conductor == ids[1]
+
+
 async def test_the_duty_passes_over_one_that_refuses_while_all_others_do(autojump_clock: MockClock) -> None:
     async with peers(3) as (_, ids, rpcs, directory):
         refused: list[int] = []
