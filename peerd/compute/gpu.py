@@ -1,4 +1,4 @@
-"""Threads and a CUDA device: a context before the first product, waiting until it is done, and its free memory.
+"""Threads and a CUDA device: a context before the first product, waiting until it is done, and memory, free or lacking.
 
 Torch hands work to a GPU and goes on. Here a job of the device's worker ends when the device has done it, so that its
 time can be told, an error is its own, and whoever copies its result need not wait for the job after it.
@@ -29,6 +29,13 @@ def settle(device: str | torch.device) -> None:
     """Wait until the device has done all that computing has asked of it. RuntimeError tells what went wrong there."""
     if is_gpu(device) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.default_stream(torch.device(device)).synchronize()
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """True where a computation failed since its device, or this machine, had no memory left for it."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no type for that
 
 
 def free_bytes(device: str | torch.device) -> tuple[int, int]:

@@ -2,9 +2,10 @@
 
 Invariants: jobs run one at a time, urgent ones before others, else in the order they were handed in; a job that was
 started runs to its end even when its caller is cancelled (the result is dropped); a job whose caller left before it
-started is skipped; what a job raises, its caller gets; a job on a GPU ends when the GPU has done it. `InlineWorker`
-keeps the same promises under the virtual clock, where a thread would let virtual time run away (trio counts a task that
-waits for a thread as idle): it computes at once and then lets the virtual cost of the job pass.
+started is skipped; what a job raises, its caller gets, and NoMemory where torch found none; a job on a GPU ends when
+the GPU has done it. `InlineWorker` keeps the same promises under the virtual clock, where a thread would let virtual
+time run away (trio counts a task that waits for a thread as idle): it computes at once and then lets the virtual cost
+of the job pass.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import trio
 
 from peerd.compute import gpu
 from peerd.compute.cpu_pace import CpuPace
-from peerd.core.errors import LocalError
+from peerd.core.errors import LocalError, NoMemory
 
 T = TypeVar("T")
 
@@ -186,7 +187,7 @@ class DeviceWorker:
             if ticket.wanted:
                 self._current = ticket.name
                 started = time.perf_counter()
-                ticket.result = outcome.capture(self._whole, ticket.job)
+                ticket.result = outcome.capture(_within_memory, lambda job=ticket.job: self._whole(job), ticket.name)
                 self.busy_s += time.perf_counter() - started
                 self.jobs_done += 1
                 self._current = ""
@@ -203,6 +204,16 @@ class DeviceWorker:
     def _tell(token: trio.lowlevel.TrioToken, event: trio.Event) -> None:
         with contextlib.suppress(trio.RunFinishedError):  # the loop is gone, and with it everyone who waited
             token.run_sync_soon(event.set)
+
+
+def _within_memory(job: Callable[[], T], name: str) -> T:
+    try:
+        return job()
+    except (RuntimeError, MemoryError) as error:
+        if not gpu.lacks_memory(error):
+            raise
+        reason = (str(error) or "this machine has none").splitlines()[0]
+        raise NoMemory(f"there is no memory for the job “{name}”: {reason}") from None
 
 
 class Timed:
@@ -227,7 +238,7 @@ class InlineWorker:
 
     async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
         async with self._turn.taken(_URGENT if urgent else _ORDINARY):
-            result = outcome.capture(job)
+            result = outcome.capture(_within_memory, job, name)
             cost_s *= self.slowness
             if isinstance(result, outcome.Value) and isinstance(result.value, Timed):
                 result.value.seconds = cost_s

@@ -33,6 +33,10 @@ class LocalError(PeerdError):
     """We misused one of our own parts: a bug, never a peer's doing."""
 
 
+class NoMemory(PeerdError):
+    """This machine, or its device, has no memory left for a job: others' programs may have it. Later it may do."""
+
+
 class RemoteError(PeerdError):
     """A peer failed us. `peer` is None until the driver that knows it fills it in."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +11,21 @@ import trio
 import trio.testing
 
 from peerd.compute.worker import DeviceWorker, InlineWorker, use_threads
-from peerd.core.errors import LocalError
+from peerd.core.errors import LocalError, NoMemory
 from peerd.core.work import Worker
+
+
+def raise_it(error: BaseException) -> None:
+    raise error
+
+
+def no_memory_of_the_cpu() -> RuntimeError:
+    """What torch raises where this machine has not so much."""
+    try:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    except RuntimeError as error:
+        return error
+    raise AssertionError("a machine with 2^60 bytes")
 
 
 async def check_promises(worker: Worker) -> None:
@@ -23,6 +37,9 @@ async def check_promises(worker: Worker) -> None:
 
     with pytest.raises(ValueError, match="a bad microbatch"):
         await worker.run(fail, name="fail")
+    for error in (torch.OutOfMemoryError("CUDA out of memory\nand more"), MemoryError(), no_memory_of_the_cpu()):
+        with pytest.raises(NoMemory, match="there is no memory for the job “lack”: "):
+            await worker.run(partial(raise_it, error), name="lack")
     order: list[int] = []
     async with trio.open_nursery() as nursery:
         for number in range(5):
@@ -68,7 +85,7 @@ async def check_urgency(worker: Worker) -> None:
 async def test_a_device_worker_keeps_the_promises_of_a_worker() -> None:
     async with DeviceWorker() as worker:
         await check_promises(worker)
-        assert worker.jobs_done == 12
+        assert worker.jobs_done == 15
         assert worker.queued == 0
 
 

@@ -66,6 +66,8 @@ class Chaos(Misfortunes):
             self._move,
             self._rough,
             self._fail_role,
+            *[self._lack_memory] * 2,
+            self._fill_disk,
         )
         if self._homes is not None:
             kinds = (*kinds, self._restart_router)

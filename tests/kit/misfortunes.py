@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import re
 import shutil
@@ -21,9 +23,11 @@ from tests.kit.athome import Homes
 from tests.kit.members import Organizer
 from tests.kit.virtualroles import PacedDevice, Roles
 
+REPLACE = os.replace
 PAUSES_S = (0.0, 1.0, 5.0, 15.0)
 LEAVES_WITHIN_S = 30.0
 SLOWER = 10.0
+MICROBATCH = ("forward", "backward", "loss")  # jobs of a device
 ROUGH = SimLine(latency_s=0.3, jitter_s=0.05, up_mbit_s=1, down_mbit_s=4, loss=0.02)
 SKEWS_S = (2.0, -20.0)  # of the one clock that is wrong, in half of all cases
 
@@ -46,6 +50,7 @@ class Misfortunes:
         self._moved = 0  # changes of address
         self._wrong, self._skew_s = rng.randrange(1, 13), rng.choice(SKEWS_S)  # a wrong clock: of which node, if any
         self._unlucky = ""  # the one peer whose disk fails, if any
+        self.full: set[str] = set()  # peers whose disks are
         self._lost = False  # peers of a stage went all at once: what was made is on their disks alone
         roles.owner = self._follow_advice
         self.told: list[str] = []
@@ -107,6 +112,38 @@ class Misfortunes:
         device.microbatch_s *= SLOWER
         await trio.sleep(for_s)
         device.microbatch_s /= SLOWER
+
+    async def _lack_memory(self, name: str, for_s: float) -> None:
+        """Something else on the machine takes the device's memory: some jobs fail, of microbatches or of all kinds."""
+        device = self._roles.devices.get(name)
+        if not isinstance(device, PacedDevice):
+            return
+        of_all, often = self._rng.random() < 0.5, self._rng.choice([0.05, 0.3, 1.0])
+        self._tell(f"{name}'s device fails in {often:.0%} of {'all' if of_all else 'microbatches'} for {for_s} s")
+
+        def fails(job: str) -> str:
+            if self._rng.random() >= often or not (of_all or job in MICROBATCH):
+                return ""
+            return self._rng.choice(["before", "after"])
+
+        device.fails = fails
+        await trio.sleep(for_s)
+        device.fails = lambda job: ""
+
+    def replace(self, source: Any, target: Any) -> None:
+        """Stands in for `os.replace`, with which all that is written to a disk ends."""
+        path = Path(target)
+        within = self._roles.directory in path.parents
+        if within and path.relative_to(self._roles.directory).parts[0] in self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        REPLACE(source, target)
+
+    async def _fill_disk(self, name: str, for_s: float) -> None:
+        """Something else on the machine takes the disk: nothing more can be written."""
+        self._tell(f"the disk of {name} is full for {for_s} s")
+        self.full.add(name)
+        await trio.sleep(for_s)
+        self.full.discard(name)
 
     async def _lose_stage(self, _name: str, for_s: float) -> None:
         """All peers of a stage go at once, or of a run of replicas all there are, and come back one by one."""

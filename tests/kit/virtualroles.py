@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import trio
 
+from peerd.compute.changes import ParametersLost
 from peerd.compute.worker import InlineWorker
-from peerd.core.errors import ConfigError
+from peerd.core.errors import ConfigError, NoMemory
 from peerd.core.run.runfile import (
     BatchSection,
     CheckpointSection,
@@ -61,10 +64,18 @@ class PacedDevice(InlineWorker):
     def __init__(self, microbatch_s: float) -> None:
         super().__init__()
         self.microbatch_s = microbatch_s
+        self.fails: Callable[[str], str] = lambda job: ""  # "before" or "after" it, by the job's name; "": not at all
 
     async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
         cost_s = self.microbatch_s if name == "backward" else cost_s
+        job = partial(self._fail, when, job) if (when := self.fails(name)) else job
         return await super().run(job, name=name, cost_s=cost_s, urgent=urgent)
+
+    @staticmethod
+    def _fail(when: str, job: Callable[[], object]) -> Any:
+        if when == "after":  # or in the middle, for all that anybody knows
+            job()
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 class Roles:
@@ -148,8 +159,12 @@ class Roles:
         while True:
             self.live[node.name] = built = role(ctx)
             with trio.CancelScope() as self.lives[node.name]:
-                await built.run()
-                await trio.sleep_forever()
+                try:
+                    await built.run()
+                except* (NoMemory, ParametersLost) as errors:
+                    log.event("role.failed", why=str(leaves(errors)))
+                else:
+                    await trio.sleep_forever()
             await trio.lowlevel.checkpoint_if_cancelled()  # it was not the role that was ended, but its process
             del self.live[node.name]
             await trio.sleep(RESTART_PAUSES_S[0])

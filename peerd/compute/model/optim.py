@@ -89,7 +89,8 @@ class Optimizer:
         """You et al. 2020, algorithm 2, phi the identity: each tensor moves by `lr` of its own norm."""
         section = self._section
         mean, root = self._moments(gradient, count)
-        update = (mean / root).div_(1.0 - section.beta1**count).add_(parameters, alpha=section.weight_decay)
+        update = torch.div(mean, root, out=root).div_(1.0 - section.beta1**count)
+        update.add_(parameters, alpha=section.weight_decay)
         for weight, change in zip(self._layout.views(parameters), self._layout.views(update), strict=True):
             weight.add_(change, alpha=-lr * _trust(1.0, _norm(weight), _norm(change)))
 
@@ -112,9 +113,10 @@ class Optimizer:
         """Both moments moved on; the first as it is, and the root of the unbiased second plus eps."""
         section = self._section
         mean, square = self.moments["exp_avg"], self.moments["exp_avg_sq"]
+        root = torch.empty_like(square)  # now: where memory lacks, nothing has been changed yet
         mean.lerp_(gradient, 1.0 - section.beta1)
         square.mul_(section.beta2).addcmul_(gradient, gradient, value=1.0 - section.beta2)
-        root = square.sqrt().div_(math.sqrt(1.0 - section.beta2**count)).add_(section.eps)
+        torch.sqrt(square, out=root).div_(math.sqrt(1.0 - section.beta2**count)).add_(section.eps)
         return mean, root
 
 

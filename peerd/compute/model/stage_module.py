@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from peerd.compute.changes import Changes
 from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import Layout
 from peerd.compute.gpu import settle
@@ -68,7 +69,7 @@ class StageModule:
             parameter.data = view
         self.ahead = int(run.optimizer.delayed)  # steps after the one under way that may be accumulated for, too
         self._sums = Sums(self.layout, 1 + self.ahead, self.dtype, self.device)
-        self._era = 0  # how often the parameters have changed
+        self.changes = Changes()
         self._saved = SavedBytes(lambda: self._flat)
         self._before: Tensor | None = None  # the parameters before the last step, on the CPU; only in a delayed run
         self._optimizer = Optimizer(run.optimizer, self.layout, self._flat)
@@ -117,7 +118,7 @@ class StageModule:
             x.requires_grad_()
         with torch.enable_grad(), self._saved.of(x):
             y = self._compute(x)
-        return Graph(x, y, self._era, self._saved.bytes)
+        return Graph(x, y, self.changes.begun, self._saved.bytes)
 
     @torch.no_grad()
     def loss(self, x: Tensor, targets: Tensor) -> float:
@@ -145,7 +146,8 @@ class StageModule:
         or int64 targets [B, L] in the last stage. Returns d(loss sum)/dx (without the sign; None in the first stage)
         and the loss sum over samples (last stage, else 0).
         """
-        if graph is not None and (graph.used or graph.era != self._era):
+        self.changes.need_whole()
+        if graph is not None and (graph.used or graph.era != self.changes.begun):
             graph = None
         x = self._input(x) if graph is None else graph.x
         inputs = [] if self.first else [x.requires_grad_()]
@@ -234,14 +236,16 @@ class StageModule:
         """One optimizer step with a flat mean gradient; the step goes up by one, its sum is used up."""
         _need("the mean gradient", mean_gradient, torch.Size([self.total.count]), self.dtype)
         _need_finite("the mean gradient", mean_gradient)
-        if self.ahead:
-            self._before = self._flat.to("cpu", copy=True)
+        self.changes.need_whole()
+        before = self._flat.to("cpu", copy=True) if self.ahead else None
         mean = mean_gradient[: self.layout.count].to(self._optimizer.device, copy=True)
-        self._optimizer.update(self._flat, mean, self.step)
-        self.step, self._era = self.step + 1, self._era + 1
-        self._sums.step()
-        if self.buffers.shared:
-            self.buffers.step([v.cpu() for v in self.total.views(mean_gradient)[len(self._parameters) :]])
+        with self.changes.one():
+            self._before = before
+            self._optimizer.update(self._flat, mean, self.step)
+            self.step += 1
+            self._sums.step()
+            if self.buffers.shared:
+                self.buffers.step([v.cpu() for v in self.total.views(mean_gradient)[len(self._parameters) :]])
 
     def clear(self) -> None:
         """Forget what was accumulated, for all steps."""
@@ -255,6 +259,10 @@ class StageModule:
 
     def state_views(self) -> dict[str, Tensor]:
         """Views of what `state` copies: name to the live tensor itself; `step` is a copy."""
+        self.changes.need_whole()
+        return self._views()
+
+    def _views(self) -> dict[str, Tensor]:
         views = {f"param/{name}": v for name, v in zip(self.layout.names, self.layout.views(self._flat), strict=True)}
         for moment in moment_names(self.run.optimizer):
             parts = self.layout.views(self._optimizer.moments[moment])
@@ -266,21 +274,21 @@ class StageModule:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over a state and clear the accumulator; ValueError, before any change, says what does not fit."""
-        mine = self.state_views()
+        mine = self._views()
         _need_same_names(mine.keys(), state.keys())
         for name, tensor in mine.items():
             _need(name, state[name], tensor.shape, tensor.dtype)
             _need_finite(name, state[name])
         if int(state["step"]) < 0:
             raise ValueError(f"step is {int(state['step'])}; it must not be negative")
-        with torch.no_grad():
+        with self.changes.one(), torch.no_grad():
             for name, tensor in mine.items():
                 tensor.copy_(state[name])
-        self.buffers.load(state)
-        self.step, self._era = int(state["step"]), self._era + 1
-        if self.low_rank is not None:
-            self.low_rank.forget()
-        self.clear()
+            self.buffers.load(state)
+            self.step = int(state["step"])
+            if self.low_rank is not None:
+                self.low_rank.forget()
+            self.clear()
 
     def digest(self) -> bytes:
         """32-byte hash of `state()`: equal digests mean equal bits."""
@@ -299,6 +307,7 @@ class StageModule:
 
     def _input(self, x: Tensor) -> Tensor:
         """`x` checked, on the device, detached from whoever made it."""
+        self.changes.need_whole()
         context, width = self.run.model.context, self.run.model.d_model
         if x.ndim != (2 if self.first else 3) or x.shape[0] < 1 or not 1 <= x.shape[1] <= context:
             form = "[samples, tokens]" if self.first else f"[samples, tokens, {width}]"

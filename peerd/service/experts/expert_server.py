@@ -23,7 +23,7 @@ import trio
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
-from peerd.core.errors import OTHER_RUN_FILE, PeerdError, ProtocolViolation, Refused
+from peerd.core.errors import OTHER_RUN_FILE, NoMemory, Overloaded, PeerdError, ProtocolViolation, Refused
 from peerd.core.experts.grid import Uid, grid_of, sample_shapes
 from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
@@ -43,7 +43,8 @@ __all__ = ["ExpertModel", "ExpertServer", "HostedModel", "ServerConfig"]
 _log = logging.getLogger("peerd.experts")
 _AHEAD: Final = 2  # batches at the worker: the next one is there when the device is free; more would merge less
 _BACKWARD_COST: Final = 3.0  # of a sample, in its forwards: forward again, backward, update
-_NAMED_S: Final = 30.0  # a caller that breaks the protocol is named once in so long
+_NAMED_S: Final = 30.0  # a caller that breaks the protocol is named once in so long, as is a lack of memory
+_NO_MEMORY_S: Final = 1.0  # until a request that found no memory is worth another try
 _NAMED: Final = 1024  # callers remembered for that
 _MORE_CALLS: Final = 32  # of one caller than may wait: those being computed, and repeats; the queue says no first
 _SLACK_BYTES: Final = 64 << 10  # by which coded frames may be larger than the samples in them
@@ -145,6 +146,7 @@ class ExpertServer:
         self._free_at = -math.inf
         self._gone = BoundedDict[Uid, str](_GONE)
         self._named = BoundedDict[PeerId, float](_NAMED)
+        self._told_again_at = -math.inf  # that there is no memory
 
     async def run(
         self,
@@ -282,6 +284,12 @@ class ExpertServer:
             self._named[peer] = now
             _log.warning("refused a call of peer %s: %s", peer, why)
 
+    def _tell_of_memory(self, reason: str) -> None:
+        now = self._clock.now()
+        if now >= self._told_again_at:
+            self._told_again_at = now + _NAMED_S
+            _log.warning("experts cannot compute: %s", reason)
+
     def _not_here(self, uid: Uid) -> Refused:
         why = self._gone.get(uid)
         return Refused(f"expert {uid} is not served here{f' any more: {why}' if why else ''}")
@@ -361,11 +369,17 @@ class ExpertServer:
                 self._settle(queued, self._not_here(uid))
             return
         generation, samples = hosted.generation, sum(queued.samples for queued in batch)
-        results = await worker.run(
-            partial(compute_batch, hosted.model, backward, parts),
-            name="expert backward" if backward else "expert forward",
-            cost_s=self._config.cost_s(backward, samples),
-        )
+        try:
+            results = await worker.run(
+                partial(compute_batch, hosted.model, backward, parts),
+                name="expert backward" if backward else "expert forward",
+                cost_s=self._config.cost_s(backward, samples),
+            )
+        except NoMemory as error:
+            self._tell_of_memory(str(error))
+            for queued in batch:
+                self._settle(queued, Overloaded("no memory is left for it", _NO_MEMORY_S))
+            return
         self._count(batch, results, began)
         for queued, result in zip(batch, results, strict=True):
             self._settle(queued, self._told(queued, result, generation, began))

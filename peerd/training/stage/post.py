@@ -117,6 +117,7 @@ class Post:
     def _start_all(self, nursery: trio.Nursery) -> None:
         announce = partial(announce_now_and_then, self._ctx, self._services, self._progress)
         nursery.start_soon(announce, self.state.stepped)
+        nursery.start_soon(self.state.run)
         nursery.start_soon(self.saving.run)
         nursery.start_soon(self.catching_up.run)
         nursery.start_soon(self._services.assembling().run, self.stage)

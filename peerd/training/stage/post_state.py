@@ -2,7 +2,8 @@
 
 Invariants: parameters change only by a step, a checkpoint of the post's own, or a stage-mate's state or total, one
 change at a time (`moving`), from the position that they were thought to be at. `arrived` is called at each new position
-before tasks that wait for it are woken.
+before tasks that wait for it are woken. Where a change fails in the middle, as for want of memory, nobody knows what
+the parameters are: `run` ends with that, and the role with it, to begin again from its checkpoint or a stage-mate.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TypeVar
 import trio
 from torch import Tensor
 
+from peerd.compute.changes import ParametersLost
 from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model.footprint import refuse_if_too_large
 from peerd.compute.model.served_stage import Model, ServedStage
@@ -47,6 +49,8 @@ class PostState:
         self.stage = stage
         self.position = START
         self.moving = trio.Lock()
+        self._lost: ParametersLost | None = None
+        self._loses = Signal()
         self.stepped = Signal()  # at each new position
         self.restored: Callable[[Position, Position], None] = lambda before, target: None
         self.arrived: Callable[[bool], None] = lambda anew: None  # `anew`: otherwise than by a step of our own
@@ -88,6 +92,29 @@ class PostState:
         """Wait until the parameters have that step, or a later one."""
         while self.position.step < step:
             await self.stepped.wait()
+
+    async def run(self) -> None:
+        """Wait until the parameters are lost: ParametersLost."""
+        while self._lost is None:
+            await self._loses.wait()
+        raise self._lost
+
+    async def _change(self, job: Callable[[], T], name: str, urgent: bool = False) -> T:
+        """Run a job that changes the parameters. What it raises goes on; had it begun to change any, they are lost."""
+        before, done = self._changes, False
+        try:
+            result = await self.work(job, name, urgent)
+            done = True
+            return result
+        finally:
+            if not done and self._changes != before:
+                self._lost = ParametersLost(f"stage {self.stage} has lost its parameters: the job “{name}” failed")
+                self._loses.notify()
+
+    @property
+    def _changes(self) -> int:
+        """Changes of the parameters that were begun. A user's model ends its peer by itself when one fails."""
+        return self._served.module.changes.begun if isinstance(self._served, ServedStage) else 0
 
     # --- beginning --------------------------------------------------------------------------------------------
 
@@ -135,7 +162,7 @@ class PostState:
         else:
             state = await self._saving.load(target)
             async with self._changing():
-                await self.work(lambda: self.model.load(state), "load the checkpoint")
+                await self._change(lambda: self.model.load(state), "load the checkpoint")
         self._arrive(target, anew=True)
         self.restored(before, target)
 
@@ -143,7 +170,7 @@ class PostState:
         """Make the optimizer step to `target`; returns the leap that others make it by. `arrive` comes after it."""
         model, samples = self.model, self._run.batch.target_samples
         async with self._changing():
-            return await self.work(lambda: total.step(model, target, samples), "step", urgent=True)
+            return await self._change(lambda: total.step(model, target, samples), "step", urgent=True)
 
     def arrive(self, target: Position) -> None:
         """Note that a step of our own has led to `target`."""
@@ -162,7 +189,7 @@ class PostState:
         async with self.moving, self._changing(patient=True):
             if self.position != before:
                 raise Elsewhere(f"this peer was moved to step {self.position.step} meanwhile")
-            await self.work(job, name)
+            await self._change(job, name)
             self._arrive(position, anew=True)
 
     def _changing(self, patient: bool = False) -> AbstractAsyncContextManager[None]:

@@ -22,7 +22,7 @@ from msgspec import structs
 
 from peerd.compute.model.kept_graph import Graph
 from peerd.compute.model.served_stage import ServedStage, StageOutcome, Stale
-from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, Refused
+from peerd.core.errors import NoMemory, Overloaded, PeerdError, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import HELD_PADDING_BYTES
@@ -35,6 +35,8 @@ from peerd.training.stage.admissions import Admissions
 from peerd.training.stage.boundary import Boundary
 
 _STEP_S: Final = 0.05  # in which a commit that others have made usually comes here, too
+_NO_MEMORY_S: Final = 1.0  # until a microbatch that found no memory is worth another try
+_TELL_EVERY_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,8 @@ class Serving:
 
     def __init__(self, ctx: RoleContext, run: RunFile, place: StagePlace) -> None:
         self._run, self._place = run, place
-        self._worker, self._arrival_rate = ctx.worker(ctx.device), ctx.rpc.arrival_rate
+        self._worker, self._arrival_rate, self._log = ctx.worker(ctx.device), ctx.rpc.arrival_rate, ctx.log
+        self._told_again_at = float("-inf")  # that there is no memory
         self.boundary = Boundary(ctx, run)
         self.closing = False
         self.samples = 0
@@ -195,9 +198,19 @@ class Serving:
             outcome = await self._worker.run(job, name=name)
         except Stale as error:
             raise Refused(str(error)) from None
+        except NoMemory as error:
+            self._tell_of_memory(str(error))
+            raise Overloaded(f"no memory is left for a microbatch's {name}", _NO_MEMORY_S) from None
         self._busy_s += outcome.seconds
         self.load.worked(0.0, outcome.seconds)
         return outcome
+
+    def _tell_of_memory(self, reason: str) -> None:
+        """Now and then a line for the user: callers find another peer, or wait."""
+        now = trio.current_time()
+        if now >= self._told_again_at:
+            self._told_again_at = now + _TELL_EVERY_S
+            self._log.event("stage.no_memory", level="warning", stage=self._place.stage, reason=reason)
 
     async def compute(self, peer: PeerId, job: Callable[[], StageOutcome], name: str) -> StageOutcome:
         """Run a job with tensors of `peer`; ProtocolViolation of that peer when they are wrong."""

@@ -134,3 +134,20 @@ def test_the_learning_rate_is_never_negative_nor_above_the_given(
 ) -> None:
     section = OptimizerSection(lr=0.5, warmup_steps=warmup, total_steps=warmup + 50, decay=decay, final_lr_share=share)  # type: ignore[arg-type]
     assert 0 <= learning_rate(section, step) <= 0.5 * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_memory_for_an_update_is_taken_before_anything_is_changed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, gradient = random(0), random(1)
+    optimizer = Optimizer(OptimizerSection(name=name), LAYOUT, parameters)  # type: ignore[arg-type]
+    optimizer.update(parameters, gradient.clone(), 0)
+    before = [tensor.clone() for tensor in (parameters, *optimizer.moments.values())]
+
+    def no_memory(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty_like", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.update(parameters, gradient.clone(), 1)
+    for tensor, old in zip((parameters, *optimizer.moments.values()), before, strict=True):
+        assert torch.equal(tensor, old)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from peerd.compute.changes import ParametersLost
 from peerd.compute.gpu import wake
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import ConfigError
@@ -219,3 +222,46 @@ def test_a_gpu_computes_what_the_cpu_computes(stage: StageModule) -> None:
     stage.apply(stage.gradient() / 2)
     for name, tensor in gpu.state().items():
         torch.testing.assert_close(tensor, stage.state()[name], rtol=1e-4, atol=1e-6)
+
+
+def test_nothing_is_computed_with_parameters_that_a_failed_step_left_behind(
+    stage: StageModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, mean = stage.state(), torch.ones(stage.total.count)
+    stage.apply(mean)
+    expected = stage.digest()
+    stage.load_state(whole)
+    update = stage._optimizer.update
+
+    def fails_after(*args: Any) -> None:
+        update(*args)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(stage._optimizer, "update", fails_after)
+    with pytest.raises(torch.OutOfMemoryError):
+        stage.apply(mean)
+    monkeypatch.undo()
+    for use in (lambda: stage.forward(TOKENS if stage.first else HIDDEN), lambda: stage.backward(*pair(stage))):
+        with pytest.raises(ParametersLost):
+            use()
+    for use in (stage.state, stage.digest, lambda: stage.apply(mean)):
+        with pytest.raises(ParametersLost):
+            use()
+    stage.load_state(whole)
+    stage.apply(mean)
+    assert stage.digest() == expected
+
+
+def test_a_step_that_finds_no_memory_at_its_start_has_changed_nothing(
+    stage: StageModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, mean = stage.digest(), torch.ones(stage.total.count)
+
+    def no_memory(*_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.Tensor, "to", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        stage.apply(mean)
+    monkeypatch.undo()
+    assert stage.digest() == before

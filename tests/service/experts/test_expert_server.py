@@ -346,6 +346,30 @@ async def test_a_fault_of_the_host_itself_ends_one_batch_and_no_more(autojump_cl
         assert (await s.backward(request=request))[0].version == 1
 
 
+async def test_callers_of_a_host_without_memory_are_asked_to_come_again(
+    autojump_clock: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene() as s:
+        request, model = request_id(), s.experts[X].model
+        lacks = [True]
+        backward = model.backward
+
+        def compute(pairs: Any) -> Any:
+            if lacks.pop():
+                raise MemoryError
+            return backward(pairs)
+
+        monkeypatch.setattr(model, "backward", compute)
+        with caplog.at_level(logging.WARNING), pytest.raises(Overloaded, match="no memory is left for it"):
+            await s.backward(request=request)
+        assert [record.getMessage() for record in caplog.records] == [
+            "experts cannot compute: there is no memory for the job “expert backward”: this machine has none"
+        ]
+        assert not s.host.crashes
+        lacks.append(False)
+        assert (await s.backward(request=request))[0].version == 1
+
+
 async def test_what_waits_is_refused_when_the_host_leaves(autojump_clock: object) -> None:
     async with scene(batch_s=5.0) as s:
         async with trio.open_nursery() as nursery:

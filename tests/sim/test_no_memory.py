@@ -1,0 +1,120 @@
+"""Devices without memory: swarms whose peers find none for a microbatch, or in the middle of a step, go on exactly."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+from peerd.core.run.runfile import CheckpointSection, ModelSection, PipelineSection
+from peerd.sim.programs import swarm
+from peerd.sim.world import World, WorldConfig
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+from tests.kit.chaos import in_no_thread
+from tests.kit.history import Histories
+from tests.kit.virtualroles import PacedDevice, Roles, virtual_run
+
+PEERS = 4
+
+
+class Scene:
+    """Four peers of two stages and a trainer; each step is watched."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.set_num_threads(1)
+        monkeypatch.setattr(trio.to_thread, "run_sync", in_no_thread)
+        self.histories = Histories()
+        self.histories.watch(monkeypatch)
+        run = virtual_run(
+            folder,
+            (40_000,),
+            model=ModelSection(d_model=8, heads=1, layers=2, context=8, dtype="float64"),
+            pipeline=PipelineSection(stages=2, microbatch=1),
+            checkpoint=CheckpointSection(every_steps=4, keep=2),
+        )
+        self.roles = Roles(run, folder / "peers", partial(PacedDevice, 0.1))
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[World]:
+        async with World(1, swarm(), WorldConfig()).running() as world:
+            boot = await world.start("boot")
+            world.bootstrap.append(boot.full_addr)
+            for number in range(PEERS):
+                await world.start(f"stage{number}", program=self.roles.program(StageRole))
+            await world.start("trainer", program=self.roles.program(TrainerRole))
+            await self.until(world, 3)
+            yield world
+            assert not [fault for node in world.nodes.values() for fault in node.host.faults.places.values()]
+            modules = [post.served.module for role in self.roles.of(StageRole) for post in role.posts]
+            assert len(modules) == PEERS
+            assert not self.histories.faults(run=self.roles.run, modules=modules)
+
+    async def until(self, world: World, step: int) -> None:
+        """Wait until all peers have made so many steps."""
+
+        def on() -> bool:
+            steps = self.roles.steps()
+            return len(steps) == PEERS and min(steps) >= step
+
+        assert await world.until(on, within_s=60), self.roles.story()
+
+    def device(self, name: str) -> PacedDevice:
+        device = self.roles.devices[name]
+        assert isinstance(device, PacedDevice)
+        return device
+
+    def told(self, name: str, event: str) -> list[Any]:
+        return [each for each in self.roles.logs[name].recent(500) if each["name"] == event]
+
+
+def once(job: str, when: str) -> Callable[[str], str]:
+    """No memory for the next job of that name, and for none after it."""
+    left = [job]
+
+    def fails(name: str) -> str:
+        if name not in left:
+            return ""
+        left.remove(name)
+        return when
+
+    return fails
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_peer_whose_device_fails_in_a_step_begins_again_if_its_parameters_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock, when: str
+) -> None:
+    scene = Scene(tmp_path, monkeypatch)
+    async with scene.running() as world:
+        scene.device("stage1").fails = once("step", when)
+        await scene.until(world, max(scene.roles.steps()) + 4)
+        failures = scene.told("stage1", "role.failed")
+        assert len(failures) == (1 if when == "after" else 0), failures
+        assert all("lost its parameters: the job “step” failed" in each["why"] for each in failures)
+
+
+@pytest.mark.slow
+async def test_microbatches_go_elsewhere_while_a_device_has_no_memory_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    scene = Scene(tmp_path, monkeypatch)
+    async with scene.running() as world:
+        device = scene.device("stage1")
+        device.fails = lambda job: "before" if job in ("forward", "backward") else ""
+        await scene.until(world, max(scene.roles.steps()) + 4)
+        assert len(scene.told("stage1", "stage.no_memory")) == 1
+        device.fails = lambda job: ""
+        (role,) = [scene.roles.live["stage1"]]
+        done = role.posts[0].serving.samples
+        await scene.until(world, max(scene.roles.steps()) + 2)
+        assert role.posts[0].serving.samples > done
+        assert not scene.told("stage1", "role.failed")
