@@ -99,7 +99,8 @@ async def test_a_peer_whose_device_fails_in_a_step_begins_again_if_its_parameter
         await scene.until(world, max(scene.roles.steps()) + 4)
         failures = scene.told("stage1", "role.failed")
         assert len(failures) == (1 if when == "after" else 0), failures
-        assert all("lost its parameters: the job “step” failed" in each["why"] for each in failures)
+        why = "lost its parameters: “step” failed in the middle: there is no memory"
+        assert all(why in each["why"] for each in failures)
 
 
 @pytest.mark.slow
@@ -117,4 +118,19 @@ async def test_microbatches_go_elsewhere_while_a_device_has_no_memory_for_them(
         done = role.posts[0].serving.samples
         await scene.until(world, max(scene.roles.steps()) + 2)
         assert role.posts[0].serving.samples > done
+        assert not scene.told("stage1", "role.failed")
+
+
+@pytest.mark.slow
+async def test_a_state_that_finds_no_memory_to_be_copied_costs_a_checkpoint_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    scene = Scene(tmp_path, monkeypatch)
+    async with scene.running() as world:
+        scene.device("stage1").fails = once("copy the state", "before")
+        await scene.until(world, max(scene.roles.steps()) + 5)
+        (missed,) = scene.told("stage1", "checkpoint.not_saved")
+        assert missed["level"] == "warn"
+        assert missed["reason"].startswith("there is no memory for the job “copy the state”")
+        assert scene.told("stage1", "checkpoint.saved"), "the next one is tried again"
         assert not scene.told("stage1", "role.failed")

@@ -2,8 +2,8 @@
 
 A thin layer over `peerd.compute.checkpoint` that knows positions (step and lineage) and keeps files off the
 device's worker. Not a role. Training never waits for the disk: a state that is handed in is written beside it, one
-checkpoint at a time, and a newer one takes the place of one that waits. A disk that is full, or hangs, costs
-checkpoints and nothing else: `problem` says so, and the next that is due is tried again.
+checkpoint at a time, and a newer one takes the place of one that waits. A disk that is full, or hangs, or no memory,
+costs checkpoints and nothing else: `problem` says so, and the next that is due is tried again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from peerd.compute.checkpoint import Checkpoints, Manifest
 from peerd.compute.run_record import write_record
-from peerd.core.errors import ConfigError
+from peerd.core.errors import ConfigError, NoMemory, PeerdError
 from peerd.core.limits import SAVED_TOLD
 from peerd.core.messages.swarm import Position
 from peerd.role import RoleContext
@@ -88,16 +88,20 @@ class Saving:
             self._writing = position, trio.current_time()
             try:
                 await self.save(position, state)
-            except ConfigError as error:
-                level = "debug" if self._failed else "warning"  # said once
-                self._failed = f"no checkpoint of step {position.step}: {error}"
-                self._ctx.log.event("checkpoint.not_saved", level=level, step=position.step, reason=str(error))
+            except (ConfigError, NoMemory) as error:
+                self.missed(position, error)
             else:
                 self._failed = None
                 self._ctx.log.event("checkpoint.saved", stage=self._stage, step=position.step)
             del state
             self._writing = None
             self._tell()
+
+    def missed(self, position: Position, error: PeerdError) -> None:
+        """Note that there is no checkpoint of a position, and why."""
+        level = "debug" if self._failed else "warning"  # said once
+        self._failed = f"no checkpoint of step {position.step}: {error}"
+        self._ctx.log.event("checkpoint.not_saved", level=level, step=position.step, reason=str(error))
 
     def _tell(self) -> None:
         self._news.notify()

@@ -8,6 +8,7 @@ the parameters are: `run` ends with that, and the role with it, to begin again f
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
@@ -21,7 +22,7 @@ from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model.footprint import refuse_if_too_large
 from peerd.compute.model.served_stage import Model, ServedStage
 from peerd.compute.model.user_model import UserModel
-from peerd.core.errors import Refused
+from peerd.core.errors import NoMemory, Refused
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import RunFile
 from peerd.machine.swarm.roster import START
@@ -108,7 +109,8 @@ class PostState:
             return result
         finally:
             if not done and self._changes != before:
-                self._lost = ParametersLost(f"stage {self.stage} has lost its parameters: the job “{name}” failed")
+                told = f"stage {self.stage} has lost its parameters: “{name}” failed in the middle"
+                self._lost = ParametersLost(f"{told}: {sys.exception()}")
                 self._loses.notify()
 
     @property
@@ -209,6 +211,12 @@ class PostState:
 
     async def save(self) -> None:
         """Copy the state and queue it for the disk: training does not wait for the write."""
-        kept = self._own is None or self._own.saves
-        if kept and self.position.step and not self._saving.has(self.position):
-            self._saving.hand_in(self.position, await self.work(self.model.state, "copy the state"))
+        kept, position = self._own is None or self._own.saves, self.position
+        if not kept or not position.step or self._saving.has(position):
+            return
+        try:
+            state = await self.work(self.model.state, "copy the state")
+        except NoMemory as error:
+            self._saving.missed(position, error)
+        else:
+            self._saving.hand_in(position, state)
