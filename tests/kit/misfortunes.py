@@ -27,7 +27,7 @@ REPLACE = os.replace
 PAUSES_S = (0.0, 1.0, 5.0, 15.0)
 LEAVES_WITHIN_S = 30.0
 SLOWER = 10.0
-MICROBATCH = ("forward", "backward", "loss")  # jobs of a device
+MICROBATCH = ("forward", "backward", "loss", "expert forward", "expert backward")  # jobs of a device
 ROUGH = SimLine(latency_s=0.3, jitter_s=0.05, up_mbit_s=1, down_mbit_s=4, loss=0.02)
 SKEWS_S = (2.0, -20.0)  # of the one clock that is wrong, in half of all cases
 
