@@ -47,7 +47,7 @@ from tests.kit.virtualroles import Roles
 T = TypeVar("T")
 
 STAGES: Final = 3
-CONTEXT: Final = 64
+CONTEXT: Final = 96
 WIDTH: Final = 128
 ACTIVATION_BYTES: Final = 4 * CONTEXT * WIDTH
 FORWARD: Final = 1 / 3.5  # of a microbatch's device time; the rest is its backward, which computes forward again
