@@ -7,6 +7,7 @@ import torch
 
 from peerd.compute import gpu
 from peerd.compute.worker import DeviceWorker
+from peerd.core.errors import NoMemory
 
 GB = 1_000_000_000
 
@@ -53,3 +54,11 @@ async def test_a_job_on_a_gpu_ends_when_the_gpu_has_done_it() -> None:
         await worker.run(job, name="products")
         assert torch.cuda.default_stream().query()
         assert worker.busy_s > 0.005  # 22 teraflop
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+async def test_a_job_that_finds_no_memory_on_a_gpu_says_so_and_the_next_one_is_done() -> None:
+    async with DeviceWorker("cuda:0") as worker:
+        with pytest.raises(NoMemory, match="there is no memory for the job “too much”: CUDA out of memory"):
+            await worker.run(lambda: torch.empty(1 << 45, dtype=torch.uint8, device="cuda"), name="too much")
+        assert (await worker.run(lambda: torch.ones(3, device="cuda").sum(), name="little")).item() == 3
