@@ -20,7 +20,7 @@ def raise_it(error: BaseException) -> None:
 
 
 def no_memory_of_the_cpu() -> RuntimeError:
-    """What torch raises where this machine has not so much."""
+    """The error of torch's CPU allocator for more bytes than any machine has."""
     try:
         torch.empty(1 << 60, dtype=torch.uint8)
     except RuntimeError as error:

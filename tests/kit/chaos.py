@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import trio
 
@@ -29,6 +30,13 @@ async def in_no_thread(job: Callable[..., Any], *args: Any, **_: Any) -> Any:
 
 class Chaos(Misfortunes):
     """A swarm that begins, has misfortunes, each drawn at random, and goes on."""
+
+    async def run(self) -> None:
+        """Begin, have misfortunes, and go on."""
+        with mock.patch("os.replace", self.replace):
+            await self.begin()
+            await self.strike()
+            await self.goes_on()
 
     async def begin(self) -> None:
         """Start the swarm: two peers a stage, or one more, and two trainers; of one stage, four replicas."""

@@ -11,7 +11,6 @@ import os
 import random
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -86,10 +85,7 @@ async def mended(case: int, roles: Roles, rng: random.Random, histories: Histori
     """Faults in what was made, and the story with them; "": there are none."""
     async with World(case, swarm(), WorldConfig(line=home_line)).running() as world:
         chaos = Chaos(world, roles, rng, at_home)
-        with mock.patch("os.replace", chaos.replace):
-            await chaos.begin()
-            await chaos.strike()
-            await chaos.goes_on()
+        await chaos.run()
         faults = histories.faults(roles.run, chaos.modules())
         return "\n".join([*faults, chaos.story()] if faults else [])
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -96,10 +95,7 @@ async def mended(case: int, roles: Roles, rng: random.Random, at_home: bool) -> 
     """The hosts of each expert in the end."""
     async with World(case, swarm(), WorldConfig(line=home_line)).running() as world:
         chaos = ExpertChaos(world, roles, rng, at_home)
-        with mock.patch("os.replace", chaos.replace):
-            await chaos.begin()
-            await chaos.strike()
-            await chaos.goes_on()
+        await chaos.run()
         return chaos.owners()
 
 

@@ -24,6 +24,8 @@ from tests.kit.virtualroles import PacedDevice, Roles, virtual_run
 
 PEERS = 4
 
+pytestmark = pytest.mark.slow
+
 
 class Scene:
     """Four peers of two stages and a trainer; each step is watched."""
@@ -75,6 +77,11 @@ class Scene:
         return [each for each in self.roles.logs[name].recent(500) if each["name"] == event]
 
 
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(tmp_path, monkeypatch)
+
+
 def once(job: str, when: str) -> Callable[[str], str]:
     """No memory for the next job of that name, and for none after it."""
     left = [job]
@@ -88,12 +95,10 @@ def once(job: str, when: str) -> Callable[[str], str]:
     return fails
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_a_peer_whose_device_fails_in_a_step_begins_again_if_its_parameters_are_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock, when: str
+    scene: Scene, autojump_clock: MockClock, when: str
 ) -> None:
-    scene = Scene(tmp_path, monkeypatch)
     async with scene.running() as world:
         scene.device("stage1").fails = once("step", when)
         await scene.until(world, max(scene.roles.steps()) + 4)
@@ -103,29 +108,25 @@ async def test_a_peer_whose_device_fails_in_a_step_begins_again_if_its_parameter
         assert all(why in each["why"] for each in failures)
 
 
-@pytest.mark.slow
 async def test_microbatches_go_elsewhere_while_a_device_has_no_memory_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+    scene: Scene, autojump_clock: MockClock
 ) -> None:
-    scene = Scene(tmp_path, monkeypatch)
     async with scene.running() as world:
         device = scene.device("stage1")
         device.fails = lambda job: "before" if job in ("forward", "backward") else ""
         await scene.until(world, max(scene.roles.steps()) + 4)
         assert len(scene.told("stage1", "stage.no_memory")) == 1
         device.fails = lambda job: ""
-        (role,) = [scene.roles.live["stage1"]]
-        done = role.posts[0].serving.samples
+        serving = scene.roles.live["stage1"].posts[0].serving
+        done = serving.samples
         await scene.until(world, max(scene.roles.steps()) + 2)
-        assert role.posts[0].serving.samples > done
+        assert serving.samples > done
         assert not scene.told("stage1", "role.failed")
 
 
-@pytest.mark.slow
 async def test_a_state_that_finds_no_memory_to_be_copied_costs_a_checkpoint_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+    scene: Scene, autojump_clock: MockClock
 ) -> None:
-    scene = Scene(tmp_path, monkeypatch)
     async with scene.running() as world:
         scene.device("stage1").fails = once("copy the state", "before")
         await scene.until(world, max(scene.roles.steps()) + 5)
