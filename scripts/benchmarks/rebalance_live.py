@@ -33,7 +33,7 @@ from peerd.core.run.runfile import BatchSection, PipelineSection, RunFile
 from peerd.machine.dht.node_state import KademliaConfig
 from peerd.machine.mux.stream import YamuxConfig
 from peerd.net.host.host import HostConfig
-from peerd.net.link.link import LinkConfig
+from peerd.net.link.config import LinkConfig
 from peerd.service.dht.dht import DhtConfig
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm

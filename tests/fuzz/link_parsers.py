@@ -14,7 +14,8 @@ from peerd.machine.mux.stream import WindowBudget
 from peerd.machine.mux.striping import PROTOCOL as RAIL
 from peerd.machine.secure.noise import Opener, Sealer, Session
 from peerd.net.faults import Faults
-from peerd.net.link.link import Buffers, Link, LinkConfig
+from peerd.net.link.config import LinkConfig
+from peerd.net.link.link import Buffers, Link
 from peerd.net.link.stream import Stream
 from peerd.net.link.unread import Unread
 from peerd.net.link.upgrade import Secured
@@ -58,6 +59,9 @@ class _Owner:
         stream.send_nowait(b"welcome")
 
     def link_leaving(self, link: Link, reason: str) -> None:
+        pass
+
+    def link_doubted(self, link: Link) -> None:
         pass
 
     async def open_rail(self, link: Link) -> Secured:

@@ -26,7 +26,7 @@ from multiaddr import Multiaddr
 
 from peerd.core.errors import RemoteError
 from peerd.net.host.host import Host, HostConfig
-from peerd.net.link.link import LinkConfig
+from peerd.net.link.config import LinkConfig
 from peerd.net.transport import Transport
 from peerd.sim.clock import run_virtual
 from peerd.sim.memory import MemoryListener

@@ -23,7 +23,7 @@ from peerd.net.clock import RealClock
 from peerd.net.host import host as host_module
 from peerd.net.host import identify
 from peerd.net.host.host import Host, HostConfig, PeerDown, PeerInfo
-from peerd.net.link.link import LinkConfig
+from peerd.net.link.config import LinkConfig
 from peerd.net.link.stream import Stream
 from peerd.net.link.upgrade import Secured
 from peerd.net.tcp.tcp_transport import TcpTransport

@@ -40,14 +40,13 @@ from peerd.machine.mux.reassembly import Held
 from peerd.machine.mux.receive_window import Credit
 from peerd.machine.mux.rtt import Pings
 from peerd.machine.mux.send_queue import SendQueue
+from peerd.machine.mux.silence import Silence
 from peerd.machine.mux.stream import INITIAL_WINDOW, WindowBudget, YamuxConfig, YamuxStream
 from peerd.machine.mux.striping import PLACE, PLACED, PLACED_HEADER, Lane, check_place, release
 
 _HEADER_BYTES: Final = HEADER.size
 _PLAIN_DATA: Final = (0, DATA, 0)
 _WINDOW_WALL: Final = (1 << 32) - 1
-_ASKED_AFTER_S: Final = 1.0  # of silence, by a peer that is doubted
-_DOUBT_RTTS: Final = 20  # a line full of bulk makes a ping wait
 _CALM_RTT_S: Final = 1.0  # pings for a window are as few as on a path of such a round trip
 _LAST_ID: Final = (1 << 32) - 1
 
@@ -83,8 +82,7 @@ class Yamux:
         self.takes_placed = False  # the peer may stripe its streams
         self.pings = Pings()
         self._ping_due = now
-        self._heard_at = now
-        self.doubted_until = float("inf")
+        self.silence = Silence(self.config, now)
         self._linger_at = float("inf")
 
     # --- what the driver asks for --------------------------------------------------------------------------
@@ -96,7 +94,7 @@ class Yamux:
     @property
     def heard_at(self) -> float:
         """When bytes of the peer came in last, of whatever kind."""
-        return self._heard_at
+        return self.silence.heard_at
 
     @property
     def can_open(self) -> bool:
@@ -175,13 +173,12 @@ class Yamux:
 
     def wake_at(self) -> float:
         """Time at which `wake` is next needed."""
-        return min(self._ping_due, self._heard_at + self.config.dead_after_s, self.doubted_until, self._linger_at)
+        return min(self._ping_due, self.silence.ends_at, self._linger_at)
 
     def wake(self, now: float) -> list[Event]:
         """Pings, the verdict on a silent peer, and resets of streams that the peer does not close."""
-        # Summed as in `wake_at`: a rounding apart spins for ever.
-        if now >= min(self._heard_at + self.config.dead_after_s, self.doubted_until):
-            return [Dead(now - self._heard_at)]
+        if now >= self.silence.ends_at:
+            return [Dead(self.silence.lasts_s(now))]
         if now >= self._ping_due:
             self._ping_due = now + self.config.keepalive_s
             self._ping(now)
@@ -189,17 +186,15 @@ class Yamux:
             self._sweep(now)
         return []
 
-    def doubt(self, now: float) -> float:
-        """Somebody has waited in vain: ask a silent peer whether it is there; returns the seconds since it was heard.
+    def doubt(self, now: float, *, patient: bool = False) -> float:
+        """Ask a silent peer whether it is there; returns the seconds since it was heard.
 
-        A router that was switched off, or a line that went dead, answers nobody; so we need not wait `dead_after_s`.
+        A router that was switched off, or a line that went dead, answers nobody; so who has waited in vain need not
+        wait `dead_after_s`. `patient`: as `Silence.doubt`.
         """
-        silent_s = now - self._heard_at
-        if silent_s >= _ASKED_AFTER_S:
+        if self.silence.doubt(now, self.rtt_s, patient=patient):
             self._ping(now)
-            patience_s = max(self.config.doubt_s, _DOUBT_RTTS * (self.rtt_s or 0.0))
-            self.doubted_until = min(self.doubted_until, now + patience_s)
-        return silent_s
+        return self.silence.lasts_s(now)
 
     def _ping(self, now: float) -> None:
         if self.pings.idle:
@@ -257,8 +252,7 @@ class Yamux:
         """
         events = [] if events is None else events
         self.pinned = False
-        self._heard_at = now
-        self.doubted_until = float("inf")
+        self.silence.ended(now)
         lane = lane or self._lane
         view = memoryview(data)
         at, end = 0, len(view)
@@ -356,7 +350,7 @@ class Yamux:
         lane.left, lane.stream, lane.fin, lane.at = length, stream, False, at
         if stream is None:
             return
-        held = stream.held = stream.held or Held(self._heard_at)
+        held = stream.held = stream.held or Held(self.silence.heard_at)
         if stream.fin_received and length:
             raise ProtocolViolation(f"data after the end of stream {stream.id}")
         check_place(stream, held, at, length)

@@ -9,6 +9,7 @@ Source: https://github.com/multiformats/multistream-select
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.limits import MULTISTREAM_ATTEMPTS, MULTISTREAM_LINE_BYTES
@@ -22,6 +23,14 @@ def encode_line(text: str) -> bytes:
 
 
 HEADER = encode_line("/multistream/1.0.0")
+
+
+@lru_cache(maxsize=256)
+def hello(protocol: str) -> bytes:
+    """The first bytes of a stream whose opener wants to speak `protocol`."""
+    return HEADER + encode_line(protocol)
+
+
 NOT_AVAILABLE = encode_line("na")
 
 

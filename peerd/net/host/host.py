@@ -1,10 +1,10 @@
 """Host: this peer on the network. Listens, dials, opens streams, hands incoming streams to handlers by protocol name.
 
 Composition only: transports carry bytes, `upgrade` authenticates, `Link` runs a connection, `Links` counts and tells,
-`Dialer` finds the way, `Whereabouts` knows where we are, `Reception` admits connections. A fault of ours costs the
-stream, the link or the connection that met it, not the host (see `faults`). Invariants: every task lives in `run`'s
-nursery; cancelling `run` says goodbye on every link and ends in bounded time; a stranger holds one of a bounded number
-of half-open places until it has proven an identity.
+`Dialer` finds the way and `Failover` another one, `Whereabouts` knows where we are, `Reception` admits connections. A
+fault of ours costs the stream, the link or the connection that met it, not the host (see `faults`). Invariants: every
+task lives in `run`'s nursery; cancelling `run` says goodbye on every link and ends in bounded time; a stranger holds
+one of a bounded number of half-open places until it has proven an identity.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 import trio
 from multiaddr import Multiaddr
@@ -34,11 +35,13 @@ from peerd.net.faults import Faults, first_of
 from peerd.net.host import identify
 from peerd.net.host.addresses import Whereabouts
 from peerd.net.host.dialer import AddressBook, Dialer
+from peerd.net.host.failover import Failover
 from peerd.net.host.identify import PeerInfo
 from peerd.net.host.identify_service import Introductions
 from peerd.net.host.inbound import Reception
 from peerd.net.host.link_table import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent, PeerTold, PeerUp
-from peerd.net.link.link import Buffers, Link, LinkConfig, Stream
+from peerd.net.link.config import LinkConfig
+from peerd.net.link.link import Buffers, Link, Stream
 from peerd.net.link.rails import OFFERS, attach_rail, is_rail, secure_rail
 from peerd.net.link.unread import Unread
 from peerd.net.link.upgrade import Secured, recognise, upgrade
@@ -92,6 +95,7 @@ class Host:
         self.whereabouts = Whereabouts(self.id, self._transports, self._introductions.changed)
         restraint = Restraint(self.book)
         self._dialer = Dialer(self._book, self._dial, self.whereabouts.surroundings, restraint, self.faults)
+        self._failover = Failover(self.links, self._dialer)
         self._reception = Reception(self.config.half_open, self.config.handshake_s, self._welcome, self.faults)
         self.line = AccessLine()  # what passes our line; known where a LineMeter runs
         self.takes_inbound = True  # whether others can come in, be it over a relay; False: this peer only dials
@@ -343,6 +347,12 @@ class Host:
         self.links.leaving(link, reason)
         if self.links.best(link.peer) is None:
             self._introductions.forget(link.peer)
+
+    def link_doubted(self, link: Link) -> None:
+        nursery = self._nursery
+        if nursery is not None and self._failover.begins(link):
+            work = partial(self._failover.search, link, nursery)
+            nursery.start_soon(self.supervise, work, lambda: f"the search for another path to {link.peer}")
 
     async def supervise(self, work: Callable[[], Awaitable[None]], about: Callable[[], str]) -> bool:
         """Run `work` for a peer: what it raises is noted in `faults`, and goes no further. True: it returned."""

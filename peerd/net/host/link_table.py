@@ -1,7 +1,8 @@
 """The table of links: connected peers, bounds, the link in use to each, watchers, and the bytes that have passed.
 
-Does not dial or accept. Of several links to a peer new streams take the best (`machine.connectivity.path_selection`);
-the others are superseded, stand by for its end, and are closed once they have been idle for some seconds. Invariants: a
+Does not dial or accept. Of several links to a peer new streams take the best (`machine.connectivity.path_selection`),
+one that is silent while others are not last of all (`net.host.failover`); the others are superseded, stand by for its
+end, and are closed once they have been idle for some seconds. Invariants: a
 peer is up exactly while it has a usable link, and every change is told to watchers at once and in order; limits hold
 for every link; those that came in are in the book, and where that, or the table, is full, the fullest place there makes
 room (see `make_room`): no number of identities, open streams or idle hours lets one place keep out the others. Links
@@ -102,6 +103,7 @@ class Links:
         self._bounds, self._own, self._book, self._faults = bounds, own, book, faults or Faults()
         self._usable: dict[PeerId, list[Link]] = {}  # newest last
         self._best: dict[PeerId, tuple[Link, str]] = {}  # the one in use, and why
+        self._distrusted: set[Link] = set()  # those that were silent though the peer was asked; while it is
         self._moved: list[Callable[[PeerId], None]] = []
         self._news = Signal()  # a link was superseded
         self._all: dict[Link, None] = {}  # oldest first, with those that are on their way out
@@ -144,9 +146,15 @@ class Links:
         before = self._best.pop(peer, None)
         if not links:
             return
-        current = links.index(before[0]) if before is not None and before[0] in links else None
-        number, why = choose([_path(link) for link in links], current, prefer_ours=self._own.raw < peer.raw)
-        best = links[number]
+        heard = [link for link in links if not self._is_silent(link)]
+        among = heard or links
+        current = among.index(before[0]) if before is not None and before[0] in among else None
+        number, why = choose([_path(link) for link in among], current, prefer_ours=self._own.raw < peer.raw)
+        best = among[number]
+        if heard:
+            for link in links:
+                if link not in heard:
+                    link.hurry()
         self._best[peer] = (best, why)
         now = trio.current_time()
         for link in links:
@@ -158,6 +166,23 @@ class Links:
             for told in self._moved:
                 with self._faults.guard(f"news of a link to {peer}"):
                     told(peer)
+
+    def distrust(self, link: Link) -> None:
+        """Have new streams take other links to its peer, if there are any, for as long as this one is silent."""
+        if link in self._usable.get(link.peer, ()):
+            self._distrusted.add(link)
+            self._choose(link.peer)
+
+    def ask_others(self, silent: Link) -> None:
+        """Ask the peers of all links in use that say nothing either: what took one away may have taken more."""
+        for link in self:
+            if link is not silent and link.streams and link.superseded_at is None:
+                link.doubt(patient=True)
+
+    def _is_silent(self, link: Link) -> bool:
+        if link in self._distrusted and not link.doubted:
+            self._distrusted.discard(link)
+        return link in self._distrusted
 
     async def run(self) -> None:
         """Close superseded links that are idle.
@@ -184,11 +209,11 @@ class Links:
             return math.inf
         wait_s = self._bounds.drain_s * (1 if self._own.raw < link.peer.raw else 3)
         best = self.best(link.peer)
-        needed = link.streams or (best is not None and best.mux.doubted_until < math.inf)
+        needed = link.streams or (best is not None and best.doubted)
         return (trio.current_time() if needed else max(link.idle_since, link.superseded_at)) + wait_s
 
     def direct(self, peer: PeerId) -> Link | None:
-        """As `best`, but None when that leads over a relay, as it does only where no other link stands."""
+        """As `best`, but None when that leads over a relay, as it does only where no other link stands and is heard."""
         best = self.best(peer)
         return None if best is None or best.way == Way.RELAYED else best
 
@@ -287,6 +312,7 @@ class Links:
     def leaving(self, link: Link, reason: str) -> None:
         """The link takes no new streams."""
         mine = self._usable.get(link.peer, [])
+        self._distrusted.discard(link)
         if link in mine:
             mine.remove(link)
             self._choose(link.peer)

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Protocol
 
 import trio
@@ -24,11 +22,12 @@ from peerd.machine.budget.book import Book, Means, user_at
 from peerd.machine.connectivity.path_selection import Way
 from peerd.machine.mux.frames import GONE_NORMAL, GONE_PROTOCOL, Changed, Dead, Event, GoneAway, Opened
 from peerd.machine.mux.session import Yamux
-from peerd.machine.mux.stream import WindowBudget, YamuxConfig, YamuxStream
+from peerd.machine.mux.stream import WindowBudget, YamuxStream
 from peerd.machine.mux.striping import PROTOCOL as RAIL
 from peerd.machine.mux.striping import Lane
-from peerd.machine.secure.multistream import HEADER, Proposal, Selector, encode_line
+from peerd.machine.secure.multistream import HEADER, Proposal, Selector, hello
 from peerd.net.faults import Faults
+from peerd.net.link.config import LinkConfig
 from peerd.net.link.rails import Rails
 from peerd.net.link.sealing import Buffers, Fill, Sealing
 from peerd.net.link.stream import Stream
@@ -38,22 +37,11 @@ from peerd.net.tcp_info import TcpInfo
 from peerd.net.timer import Timer
 from peerd.net.transport import CountedLink, LendingLink, LocatedLink, RankedLink, RawLink, counted
 
-__all__ = ["Buffers", "Link", "LinkConfig", "LinkOwner", "Stream"]
+__all__ = ["Buffers", "Link", "LinkOwner", "Stream"]
 
 _log = logging.getLogger("peerd.net")
 _READ_BYTES = 256 * 1024
 _TOGETHER_S = 0.0002  # small messages closer than this share a frame and a system call
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkConfig:
-    """Times of a link, in seconds, and its muxer's settings."""
-
-    yamux: YamuxConfig = field(default_factory=YamuxConfig)
-    negotiate_s: float = 10.0  # an incoming stream names its protocol, or is reset
-    linger_s: float = 1.0  # after a go-away: until the other side closes
-    leave_s: float = 10.0  # after the peer's go-away: until open streams are cut
-    stall_s: float = 60.0  # a send that the peer does not take
 
 
 class LinkOwner(Protocol):
@@ -71,14 +59,12 @@ class LinkOwner(Protocol):
     def link_leaving(self, link: Link, reason: str) -> None:
         """The link is no longer to be used; called once."""
 
+    def link_doubted(self, link: Link) -> None:
+        """The peer, which has said nothing for a while, was asked on this link whether it is there."""
+
     async def open_rail(self, link: Link) -> Secured:
         """A further connection to where `link` leads, authenticated; raises RemoteError."""
         ...
-
-
-@lru_cache(maxsize=256)
-def _hello(protocol: str) -> bytes:
-    return HEADER + encode_line(protocol)
 
 
 class Link:
@@ -146,6 +132,11 @@ class Link:
         return not self._told and not self.mux.exhausted
 
     @property
+    def doubted(self) -> bool:
+        """True from the moment that the peer was asked whether it is there until anything at all comes from it."""
+        return self.mux.silence.doubted
+
+    @property
     def rtt_s(self) -> float | None:
         """Smoothed round trip, once one was measured."""
         return self.mux.rtt_s
@@ -201,10 +192,10 @@ class Link:
                 raise Unreachable(f"the connection ended: {self.reason}", self.peer)
             await self._openers.park()
         mux = self.mux.open(trio.current_time())
-        stream = Stream(self, mux, protocol, Proposal(protocol, _hello(protocol)))
+        stream = Stream(self, mux, protocol, Proposal(protocol, hello(protocol)))
         mux.owner = stream
         self.streams[stream] = None
-        self.mux.write(mux, _hello(protocol))
+        self.mux.write(mux, hello(protocol))
         self.flush()
         return stream
 
@@ -293,15 +284,22 @@ class Link:
         """An incoming stream has named a protocol that we speak."""
         self.owner.accept(stream)
 
-    def doubt(self) -> float:
+    def doubt(self, *, patient: bool = False) -> float:
         """A call on this link was not answered in time: if the peer says nothing at all, it is soon taken for lost.
 
-        Returns the seconds since it was last heard.
+        Returns the seconds since it was last heard. `patient`: no call was, and only `hurry` makes it soon.
         """
-        silent_s = self.mux.doubt(trio.current_time())
+        silent_s = self.mux.doubt(trio.current_time(), patient=patient)
         self._timer.rearm()
         self.flush()
+        if self.doubted:
+            self.owner.link_doubted(self)
         return silent_s
+
+    def hurry(self) -> None:
+        """Give a doubted peer little time to be heard here: it was heard elsewhere."""
+        self.mux.silence.hurry(trio.current_time(), self.rtt_s)
+        self._timer.rearm()
 
     def release(self, stream: Stream) -> None:
         """The user of this stream is done with it."""

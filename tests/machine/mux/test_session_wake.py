@@ -47,3 +47,26 @@ def test_a_doubted_peer_on_a_line_full_of_bulk_has_more_time() -> None:
     mux.wake(12.0)
     assert mux.wake(21.9) == []
     assert mux.wake(22.0) == [Dead(22.0)]
+
+
+def test_a_doubted_peer_that_is_heard_elsewhere_has_little_time_left() -> None:
+    mux = Yamux(initiator=True, now=0.0)
+    mux.silence.hurry(11.0, 0.01)  # nobody had asked it
+    assert mux.wake(11.0) == []
+    mux.doubt(12.0)
+    mux.silence.hurry(13.0, 0.01)
+    assert mux.wake(13.9) == []
+    assert mux.wake(14.0) == [Dead(14.0)]
+
+
+def test_a_peer_that_was_asked_for_nobody_is_dead_no_sooner_unless_it_is_heard_elsewhere() -> None:
+    mux = Yamux(initiator=True, now=0.0)
+    mux.doubt(2.0, patient=True)
+    assert mux.has_output
+    assert mux.silence.doubted
+    assert mux.silence.ends_at == mux.config.dead_after_s
+    mux.silence.hurry(13.0, 1.0)
+    assert mux.silence.ends_at == 18.0
+    mux.receive(HEADER.pack(0, PING, SYN, 0, 7), 13.5)
+    assert not mux.silence.doubted
+    assert mux.silence.ends_at == 13.5 + mux.config.dead_after_s

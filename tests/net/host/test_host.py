@@ -12,7 +12,7 @@ from peerd.core.addr import parse_addr, with_peer
 from peerd.core.errors import ConfigError, LocalError, ProtocolViolation, Refused, Unreachable
 from peerd.machine.mux.stream import YamuxConfig
 from peerd.net.host.host import HostConfig, PeerDown, PeerUp
-from peerd.net.link.link import LinkConfig
+from peerd.net.link.config import LinkConfig
 from peerd.net.link.stream import Stream
 from peerd.sim.simnet import NetConfig
 from tests.kit.hosts import Hosts, ask, echo, keypair, running_hosts

@@ -19,7 +19,7 @@ from peerd.machine.secure import noise
 from peerd.machine.secure.multistream import HEADER, encode_line
 from peerd.net.host.host import Host, HostConfig, PeerDown, PeerUp
 from peerd.net.host.link_table import LinkLimits
-from peerd.net.link.link import LinkConfig
+from peerd.net.link.config import LinkConfig
 from peerd.net.link.stream import Stream
 from peerd.net.link.upgrade import Secured, upgrade
 from peerd.net.transport import RawLink

@@ -1,0 +1,55 @@
+"""Silence of the peer on one link: how long it may last, and how long once somebody doubts that the peer is there."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from peerd.machine.mux.stream import YamuxConfig
+
+_ASKED_AFTER_S: Final = 1.0  # of silence, by a peer that is doubted
+_DOUBT_RTTS: Final = 20  # a line full of bulk makes a ping wait
+_HURRY_S: Final = 1.0  # that a doubted peer has left once it is heard on another link, which shares the line's bulk
+_HURRY_RTTS: Final = 5
+
+
+class Silence:
+    """The time since anything came from the peer, and the time at which the link is taken for dead."""
+
+    def __init__(self, config: YamuxConfig, now: float) -> None:
+        self._config = config
+        self.heard_at = now  # when bytes of the peer came in last, of whatever kind
+        self.doubted = False  # the peer was asked whether it is there, and nothing at all has come from it since
+        self._doubted_until = math.inf
+
+    @property
+    def ends_at(self) -> float:
+        """Time at which a peer that says nothing until then is taken for dead."""
+        return min(self.heard_at + self._config.dead_after_s, self._doubted_until)
+
+    def lasts_s(self, now: float) -> float:
+        """Seconds since the peer was last heard."""
+        return now - self.heard_at
+
+    def ended(self, now: float) -> None:
+        """Something came from the peer."""
+        self.heard_at = now
+        self.doubted, self._doubted_until = False, math.inf
+
+    def doubt(self, now: float, rtt_s: float | None, *, patient: bool = False) -> bool:
+        """Doubt that the peer is there, if it has said nothing for a while; True: ask it.
+
+        `patient`: nobody waits, so that it is taken for dead no sooner than otherwise, but by `hurry`.
+        """
+        if self.lasts_s(now) < _ASKED_AFTER_S:
+            return False
+        self.doubted = True
+        if not patient:
+            patience_s = max(self._config.doubt_s, _DOUBT_RTTS * (rtt_s or 0.0))
+            self._doubted_until = min(self._doubted_until, now + patience_s)
+        return True
+
+    def hurry(self, now: float, rtt_s: float | None) -> None:
+        """The peer, which is doubted, was heard on another link: it is soon taken for dead on this one."""
+        if self.doubted:
+            self._doubted_until = min(self._doubted_until, now + max(_HURRY_S, _HURRY_RTTS * (rtt_s or 0.0)))
