@@ -88,11 +88,13 @@ def test_a_trainer_goes_on_without_the_peers_that_it_does_not_reach(
         counts = swarm.peer("trainer").role()["microbatches"]
         said = swarm.peer("trainer").said
     print(f"steps a second: {usual:.2f}, {without_one:.2f} without one, {mended:.2f} after a stage was gone; {counts}")
+    silent = [line for line in said.splitlines() if "has fallen silent" in line]
     told = [line for line in said.splitlines() if "cannot be reached: it is left out" in line]
     assert counts["lost"] == 0
     assert without_one > 0.5 * usual
     assert mended > 0.5 * usual
-    assert 1 <= len(told) <= 4, told
+    assert 1 <= len(silent) <= 4, silent
+    assert len(told) <= 4, told
 
 
 @pytest.mark.parametrize("handover", ["direct", "trainer"])

@@ -1,7 +1,8 @@
 """Peers that could not be reached, sans-IO: each is left out of the choice until a probe beside the work gets through.
 
 A peer that is cut off costs one call; then probes find out when it is back, and no microbatch does. Each is probed
-again after a pause that doubles, a few peers at once.
+again after a pause that doubles, a few peers at once. A call that began before that, on a path that has ended, says
+nothing of the peer.
 """
 
 from __future__ import annotations
@@ -31,10 +32,15 @@ class CutOff:
 
     def __init__(self) -> None:
         self._lost: dict[str, _Lost] = {}
+        self._back_at: dict[str, float] = {}  # when it was last found to be back
 
     def __contains__(self, name: object) -> bool:
         """True while the peer is not to be reached."""
         return name in self._lost
+
+    def is_stale(self, name: str, started: float) -> bool:
+        """True when a call that was `started` then says nothing: the peer has been found since."""
+        return started < self._back_at.get(name, float("-inf"))
 
     def lost(self, name: str, now: float) -> bool:
         """A call did not reach `name`. True: that is news."""
@@ -59,6 +65,7 @@ class CutOff:
             return False
         if reached:
             del self._lost[name]
+            self._back_at[name] = now
             return True
         one.probing, one.failures = False, one.failures + 1
         one.next_probe = now + backoff_s(one.failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
@@ -67,6 +74,7 @@ class CutOff:
     def keep_only(self, names: Collection[str]) -> None:
         """Forget all others: they serve no more."""
         self._lost = {name: one for name, one in self._lost.items() if name in names}
+        self._back_at = {name: at for name, at in self._back_at.items() if name in names}
 
     def wakes_at(self) -> float:
         """When the next probe is due; infinite without any."""

@@ -57,6 +57,11 @@ class Failover:
                     _log.debug("%s is silent: another path is looked for", link)
                     with suppress(Unreachable):
                         await self._dialer.reach(link.peer, nursery)
+            best = self._links.best(link.peer)
+            if best is not None and best is not link and link.doubted:
+                _log.info(
+                    "%s has fallen silent at %s: its %s path is used", link.peer.short, link.remote, best.way.word
+                )
         finally:
             self._searches.discard(link)
 

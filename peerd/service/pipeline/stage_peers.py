@@ -167,8 +167,13 @@ class StagePeers:
         self._to_look.notify()
 
     def failed(self, stage: int, name: str, started: float, error: RemoteError) -> int:
-        """A call that was `started` then has failed; returns how often the peer did so since its last answer."""
+        """A call that was `started` then has failed; returns how often the peer did so since its last answer.
+
+        0: the call went over a path that is gone, and the peer was found on another one since.
+        """
         now = trio.current_time()
+        if isinstance(error, Unreachable) and self._reach.is_stale(name, started):
+            return 0
         self._problems[stage] = str(error)[:_PROBLEM_CHARS]
         if isinstance(error, TooSlow):
             self._times[stage].gave_up(name, now - started)

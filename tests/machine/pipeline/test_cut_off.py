@@ -24,6 +24,19 @@ def test_a_lost_peer_is_out_until_a_probe_gets_through() -> None:
     assert "a" not in reach
 
 
+def test_a_call_that_began_before_the_peer_was_found_again_says_nothing() -> None:
+    reach = CutOff()
+    assert not reach.is_stale("a", 0.0)
+    reach.lost("a", 1.0)
+    assert not reach.is_stale("a", 0.0)
+    assert reach.due(2.0) == ["a"]
+    reach.ended("a", True, 3.0)
+    assert reach.is_stale("a", 2.9)
+    assert not reach.is_stale("a", 3.0)
+    reach.keep_only([])
+    assert not reach.is_stale("a", 0.0)
+
+
 def test_probes_become_rare_and_never_stop() -> None:
     reach, now, times = CutOff(), 0.0, []
     reach.lost("a", now)

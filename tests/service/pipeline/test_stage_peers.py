@@ -37,6 +37,26 @@ async def test_a_peer_that_fails_many_calls_at_once_is_told_of_in_one_line(
     assert told.endswith("is left out until it can be" if isinstance(error, Unreachable) else "a call failed")
 
 
+async def test_calls_on_a_path_that_ended_do_not_count_once_the_peer_was_found_on_another(
+    autojump_clock: MockClock,
+) -> None:
+    peers = StagePeers(STAGES, SimClock(1, "t"), Ways())
+    peers.update(members("a0", "b0"))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(peers.run)
+        started = trio.current_time()
+        await trio.sleep(4.0)
+        assert peers.failed(0, peer("a0"), started, Unreachable("the connection ended")) == 1
+        assert peers.is_cut_off(peer("a0"))
+        await trio.sleep(2.0)
+        assert not peers.is_cut_off(peer("a0"))
+        assert peers.failed(0, peer("a0"), started + 1.0, Unreachable("the connection ended")) == 0
+        assert not peers.is_cut_off(peer("a0"))
+        assert peers.failed(0, peer("a0"), trio.current_time(), Unreachable("it is gone")) > 0
+        assert peers.is_cut_off(peer("a0"))
+        nursery.cancel_scope.cancel()
+
+
 @pytest.mark.parametrize(
     ("linked", "spoke_last_s", "after_s", "cut_off"),
     [
