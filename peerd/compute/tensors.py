@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -35,6 +35,15 @@ def all_finite_in(tensors: Sequence[Tensor]) -> bool:
         return all(map(all_finite, tensors))
     sums = [tensor.sum().float() for tensor in tensors if tensor.is_floating_point()]
     return not sums or bool(torch.isfinite(torch.stack(sums)).all()) or all(map(all_finite, tensors))
+
+
+def largest_in(tensors: Iterable[Tensor]) -> float:
+    """The largest absolute value of all; NaN where one is; 0 where there is none. Waits once for tensors of a GPU.
+
+    A maximum norm says the same, and takes a processor seventeen times as long.
+    """
+    extremes = [torch.stack(torch.aminmax(tensor.detach())) for tensor in tensors if tensor.numel()]
+    return float(torch.stack(extremes).abs().max()) if extremes else 0.0
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.compute.codec.frames import from_frame, to_frame
-from peerd.compute.tensors import all_finite, all_finite_in, state_digest
+from peerd.compute.tensors import all_finite, all_finite_in, largest_in, state_digest
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.frame import DTYPES, TensorFrame
 
@@ -146,3 +147,15 @@ def test_one_bad_value_among_many_tensors_is_found(device: str) -> None:
     assert all_finite_in([])
     for bad in (torch.nan, torch.inf):
         assert not all_finite_in([tensor.to(device) for tensor in (*good, torch.tensor([1.0, bad]))])
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_the_largest_of_many_tensors_has_either_sign_and_what_is_no_number_counts(device: str) -> None:
+    some = [torch.ones(3, 2), torch.tensor([0.5, -4.0]), torch.empty(0), torch.full((2,), 3.0, dtype=torch.bfloat16)]
+    assert largest_in([]) == 0.0
+    assert largest_in(tensor.to(device) for tensor in some) == 4.0
+    assert largest_in(tensor.to(device) for tensor in (*some, torch.tensor([9.0]))) == 9.0
+    assert largest_in(tensor.to(device) for tensor in (*some, torch.tensor([-torch.inf]))) == torch.inf
+    assert math.isnan(largest_in(tensor.to(device) for tensor in (torch.tensor([1.0, torch.nan]), *some)))

@@ -25,7 +25,7 @@ from peerd.compute.experts.expert_mixture import imbalance, mixed
 from peerd.compute.model.layers import ExpertBlock
 from peerd.compute.model.served_stage import Stale
 from peerd.compute.model.stage_module import StageModule
-from peerd.compute.tensors import all_finite
+from peerd.compute.tensors import all_finite, largest_in
 from peerd.core.errors import ConfigError
 from peerd.core.experts.grid import grid_of, sample_shapes
 from peerd.core.model.model_shapes import first_with_experts
@@ -155,9 +155,8 @@ class TrunkModule(StageModule):
         change, for what cannot be summed.
         """
         whole = [gradients[i] for i in range(len(self._parameters))]
-        for gradient in whole:
-            if float(torch.linalg.vector_norm(gradient, torch.inf)) > self.largest:
-                raise ValueError(f"the gradient of this microbatch has values above {self.largest:.1e}")
+        if largest_in(whole) > self.largest:
+            raise ValueError(f"the gradient of this microbatch has values above {self.largest:.1e}")
         self._sums.add(whole, 1.0, ahead)
 
     # --- inside -------------------------------------------------------------------------------------------------

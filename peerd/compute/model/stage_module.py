@@ -37,7 +37,7 @@ from peerd.compute.model.optim import Optimizer
 from peerd.compute.model.partition import DTYPES, build
 from peerd.compute.model.precision import Precision
 from peerd.compute.model.shared_buffers import GradientNotFinite, SharedBuffers, buffers_of
-from peerd.compute.tensors import all_finite, all_finite_in, dtype_name, state_digest
+from peerd.compute.tensors import all_finite, all_finite_in, dtype_name, largest_in, state_digest
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.model.stage_memory import moment_names
 from peerd.core.run.runfile import RunFile
@@ -365,8 +365,7 @@ def _need_finite(what: str, *tensors: Tensor) -> None:
 def _need_at_most(largest: float, what: str, gradients: Iterable[Tensor]) -> None:
     if largest == math.inf:
         return
-    norms = [torch.linalg.vector_norm(gradient.detach(), math.inf) for gradient in gradients if gradient.numel()]
-    found = float(torch.stack(norms).max()) if norms else 0.0  # one look at the device for all
+    found = largest_in(gradients)
     if found > largest:
         raise ValueError(f"{what} has values up to {found:.1e}; what is larger than {largest:.1e} cannot be summed")
 
