@@ -23,7 +23,8 @@ from peerd.net.host.link_table import Links
 from peerd.net.link.link import Link
 
 _log = logging.getLogger("peerd.net")
-_SILENT_S: Final = 1.0  # that a peer has to answer before another path is looked for
+_SILENT_S: Final = 1.0  # that a peer has to answer before another path is looked for; more where round trips are long
+_SILENT_RTTS: Final = 4
 _ALL_AGAIN_S: Final = 1.0  # between two times that all others are asked
 _DIALS: Final = 16  # at once: our own line may have gone dead
 
@@ -47,7 +48,7 @@ class Failover:
     async def search(self, link: Link, nursery: trio.Nursery) -> None:
         """Give the peer a moment; if it stays silent, have another path to it. A dial runs in `nursery`."""
         try:
-            await trio.sleep(_SILENT_S)
+            await trio.sleep(max(_SILENT_S, _SILENT_RTTS * (link.rtt_s or 0.0)))
             if not (link.doubted and link.usable):
                 return
             self._links.distrust(link)
