@@ -107,6 +107,10 @@ class Organizer:
         mine = token(self._peers[name], *ROLES, number=self._issued, run=self._run.run)
         self._papers[name].mine = mine
 
+    def has_token(self, name: str) -> bool:
+        """False for a node that has not come up yet."""
+        return name in self._numbers
+
     def revoke(self, name: str, told: str) -> None:
         """Take a node's token back; the list is given to one other."""
         self._revoked.add(self._numbers[name])

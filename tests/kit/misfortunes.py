@@ -256,6 +256,8 @@ class Misfortunes:
     async def _revoke(self, name: str, for_s: float) -> None:
         """A peer's token is taken back by mistake, and it is given another later."""
         assert self._organizer is not None
+        if not self._organizer.has_token(name):
+            return  # it has not come up yet
         told = self._rng.choice([one for one in self._names if one != name])
         self._tell(f"the token of {name} is revoked, as {told} hears; it has another after {for_s} s")
         self._organizer.revoke(name, told)

@@ -103,7 +103,7 @@ class Roles:
         network, own = network or swarm(), run or self.run
 
         async def program(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
-            below = trio.CancelScope(shield=True)  # what a role stands on ends after it
+            below = trio.CancelScope()
 
             async def stand(*, task_status: trio.TaskStatus[None]) -> None:
                 with below:
@@ -112,6 +112,7 @@ class Roles:
             async with trio.open_nursery() as nursery:
                 try:
                     await nursery.start(stand)
+                    below.shield = True  # what a role stands on ends after it
                     await self._live(node, role, own, route, policy, nursery, task_status)
                 except* ConfigError as errors:
                     first = next(error for error in leaves(errors))
