@@ -146,7 +146,8 @@ class Links:
         before = self._best.pop(peer, None)
         if not links:
             return
-        heard = [link for link in links if not self._is_silent(link)]
+        heard = [link for link in links if not (link in self._distrusted and link.doubted)]
+        self._distrusted.difference_update(heard)
         among = heard or links
         current = among.index(before[0]) if before is not None and before[0] in among else None
         number, why = choose([_path(link) for link in among], current, prefer_ours=self._own.raw < peer.raw)
@@ -178,11 +179,6 @@ class Links:
         for link in self:
             if link is not silent and link.streams and link.superseded_at is None:
                 link.doubt(patient=True)
-
-    def _is_silent(self, link: Link) -> bool:
-        if link in self._distrusted and not link.doubted:
-            self._distrusted.discard(link)
-        return link in self._distrusted
 
     async def run(self) -> None:
         """Close superseded links that are idle.
