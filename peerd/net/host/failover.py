@@ -26,6 +26,7 @@ _log = logging.getLogger("peerd.net")
 _SILENT_S: Final = 1.0  # that a peer has to answer before another path is looked for; more where round trips are long
 _SILENT_RTTS: Final = 4
 _ALL_AGAIN_S: Final = 1.0  # between two times that all others are asked
+_DIAL_S: Final = 4.0  # then the silent link has ended, or it is tried afresh: an old dial keeps others from a new one
 _DIALS: Final = 16  # at once: our own line may have gone dead
 
 
@@ -56,7 +57,7 @@ class Failover:
             async with self._dials:
                 if self._links.best(link.peer) is link and link.doubted:
                     _log.debug("%s is silent: another path is looked for", link)
-                    with suppress(Unreachable):
+                    with trio.move_on_after(_DIAL_S), suppress(Unreachable):
                         await self._dialer.reach(link.peer, nursery)
             best = self._links.best(link.peer)
             if best is not None and best is not link and link.doubted:

@@ -146,3 +146,20 @@ async def test_who_is_asked_for_nobody_is_not_given_up_sooner(autojump_clock: Cl
         first.doubt()
         await trio.sleep(2 * GIVEN_UP_S)
         assert (first.usable, second.usable) == (False, True)
+
+
+async def test_a_search_that_finds_nothing_does_not_hold_up_who_dials_after_it(autojump_clock: Clock) -> None:
+    async with running_hosts() as hosts:
+        a, b = await start(hosts, "a", "b")
+        dead = await used_and_cut(hosts, a, b)
+        hosts.net.block("a", "b")
+        dead.doubt()
+        await trio.sleep(GIVEN_UP_S + 0.1)
+        assert not dead.usable
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.connect, b.id)
+            await trio.sleep(0.1)
+            hosts.net.heal()
+            with trio.fail_after(1.5):  # an old dial would repeat its first packet later than that
+                while a.links.best(b.id) is None:  # noqa: ASYNC110 (virtual time)
+                    await trio.sleep(0.01)
