@@ -40,7 +40,7 @@ def all_finite_in(tensors: Sequence[Tensor]) -> bool:
 def largest_in(tensors: Iterable[Tensor]) -> float:
     """The largest absolute value of all; NaN where one is; 0 where there is none. Waits once for tensors of a GPU.
 
-    A maximum norm says the same, and takes a processor seventeen times as long.
+    Torch's maximum norm says the same, and takes a processor many times as long.
     """
     extremes = [torch.stack(torch.aminmax(tensor.detach())) for tensor in tensors if tensor.numel()]
     return float(torch.stack(extremes).abs().max()) if extremes else 0.0

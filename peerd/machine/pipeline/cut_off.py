@@ -1,8 +1,8 @@
 """Peers that could not be reached, sans-IO: each is left out of the choice until a probe beside the work gets through.
 
 A peer that is cut off costs one call; then probes find out when it is back, and no microbatch does. Each is probed
-again after a pause that doubles, a few peers at once. A call that began before that, on a path that has ended, says
-nothing of the peer.
+again after a pause that doubles, a few peers at once. A call that began before a peer was found again went over a path
+that has ended since, and says nothing of the peer.
 """
 
 from __future__ import annotations
