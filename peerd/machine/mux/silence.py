@@ -19,8 +19,13 @@ class Silence:
     def __init__(self, config: YamuxConfig, now: float) -> None:
         self._config = config
         self.heard_at = now  # when bytes of the peer came in last, of whatever kind
-        self.doubted = False  # the peer was asked whether it is there, and nothing at all has come from it since
+        self.doubted_at: float | None = None  # when the peer was asked first; None: it was not, or was heard since
         self._doubted_until = math.inf
+
+    @property
+    def doubted(self) -> bool:
+        """True from the moment that the peer was asked whether it is there until anything at all comes from it."""
+        return self.doubted_at is not None
 
     @property
     def ends_at(self) -> float:
@@ -34,7 +39,7 @@ class Silence:
     def ended(self, now: float) -> None:
         """Something came from the peer."""
         self.heard_at = now
-        self.doubted, self._doubted_until = False, math.inf
+        self.doubted_at, self._doubted_until = None, math.inf
 
     def doubt(self, now: float, rtt_s: float | None, *, patient: bool = False) -> bool:
         """Doubt that the peer is there, if it has said nothing for a while; True: ask it.
@@ -43,7 +48,8 @@ class Silence:
         """
         if self.lasts_s(now) < _ASKED_AFTER_S:
             return False
-        self.doubted = True
+        if self.doubted_at is None:
+            self.doubted_at = now
         if not patient:
             patience_s = max(self._config.doubt_s, _DOUBT_RTTS * (rtt_s or 0.0))
             self._doubted_until = min(self._doubted_until, now + patience_s)

@@ -49,23 +49,31 @@ class Failover:
     async def search(self, link: Link, nursery: trio.Nursery) -> None:
         """Give the peer a moment; if it stays silent, have another path to it. A dial runs in `nursery`."""
         try:
-            await trio.sleep(max(_SILENT_S, _SILENT_RTTS * (link.rtt_s or 0.0)))
-            if not (link.doubted and link.usable):
+            if not await self._stays_silent(link):
                 return
             self._links.distrust(link)
             self._ask_others(link)
             async with self._dials:
-                if self._links.best(link.peer) is link and link.doubted:
+                if self._links.best(link.peer) is link and link.silence.doubted:
                     _log.debug("%s is silent: another path is looked for", link)
                     with trio.move_on_after(_DIAL_S), suppress(Unreachable):
                         await self._dialer.reach(link.peer, nursery)
             best = self._links.best(link.peer)
-            if best is not None and best is not link and link.doubted:
+            if best is not None and best is not link and link.silence.doubted:
                 _log.info(
                     "%s has fallen silent at %s: its %s path is used", link.peer.short, link.remote, best.way.word
                 )
         finally:
             self._searches.discard(link)
+
+    async def _stays_silent(self, link: Link) -> bool:
+        """Wait until the peer had its moment to answer; True: it says nothing, and has not since it was asked."""
+        moment_s = max(_SILENT_S, _SILENT_RTTS * (link.rtt_s or 0.0))
+        while link.usable and (asked_at := link.silence.doubted_at) is not None:
+            if trio.current_time() >= asked_at + moment_s:
+                return True
+            await trio.sleep_until(asked_at + moment_s)  # it may be heard meanwhile, and asked again
+        return False
 
     def _ask_others(self, silent: Link) -> None:
         now = trio.current_time()

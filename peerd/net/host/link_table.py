@@ -146,7 +146,7 @@ class Links:
         before = self._best.pop(peer, None)
         if not links:
             return
-        heard = [link for link in links if not (link in self._distrusted and link.doubted)]
+        heard = [link for link in links if not (link in self._distrusted and link.silence.doubted)]
         self._distrusted.difference_update(heard)
         among = heard or links
         current = among.index(before[0]) if before is not None and before[0] in among else None
@@ -205,7 +205,7 @@ class Links:
             return math.inf
         wait_s = self._bounds.drain_s * (1 if self._own.raw < link.peer.raw else 3)
         best = self.best(link.peer)
-        needed = link.streams or (best is not None and best.doubted)
+        needed = link.streams or (best is not None and best.silence.doubted)
         return (trio.current_time() if needed else max(link.idle_since, link.superseded_at)) + wait_s
 
     def direct(self, peer: PeerId) -> Link | None:

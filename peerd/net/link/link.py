@@ -22,6 +22,7 @@ from peerd.machine.budget.book import Book, Means, user_at
 from peerd.machine.connectivity.path_selection import Way
 from peerd.machine.mux.frames import GONE_NORMAL, GONE_PROTOCOL, Changed, Dead, Event, GoneAway, Opened
 from peerd.machine.mux.session import Yamux
+from peerd.machine.mux.silence import Silence
 from peerd.machine.mux.stream import WindowBudget, YamuxStream
 from peerd.machine.mux.striping import PROTOCOL as RAIL
 from peerd.machine.mux.striping import Lane
@@ -132,9 +133,9 @@ class Link:
         return not self._told and not self.mux.exhausted
 
     @property
-    def doubted(self) -> bool:
-        """True from the moment that the peer was asked whether it is there until anything at all comes from it."""
-        return self.mux.silence.doubted
+    def silence(self) -> Silence:
+        """The peer's, on this link and its rails: how long it lasts, and whether the peer was asked."""
+        return self.mux.silence
 
     @property
     def rtt_s(self) -> float | None:
@@ -292,13 +293,13 @@ class Link:
         silent_s = self.mux.doubt(trio.current_time(), patient=patient)
         self._timer.rearm()
         self.flush()
-        if self.doubted:
+        if self.silence.doubted:
             self.owner.link_doubted(self)
         return silent_s
 
     def hurry(self) -> None:
         """Give a doubted peer little time to be heard here: it was heard elsewhere."""
-        self.mux.silence.hurry(trio.current_time(), self.rtt_s)
+        self.silence.hurry(trio.current_time(), self.rtt_s)
         self._timer.rearm()
 
     def release(self, stream: Stream) -> None:

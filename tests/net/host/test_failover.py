@@ -119,6 +119,22 @@ async def test_a_peer_that_answers_late_is_not_looked_for(autojump_clock: Clock)
         assert list(a.links) == [link]
 
 
+async def test_a_peer_that_is_asked_again_has_its_moment_again(autojump_clock: Clock) -> None:
+    """The first question was answered at once; the second one just before anybody looked what became of the first."""
+    async with running_hosts() as hosts:
+        a, b = await start(hosts, "a", "b")
+        link, _ = await join(hosts, a, b, Way.DIRECT, latency_s=0.1)
+        await trio.sleep(5)
+        assert link.rtt_s == pytest.approx(0.4, abs=0.05)
+        link.doubt()
+        await trio.sleep(4 * 0.4 - 0.1)
+        assert not link.silence.doubted
+        link.doubt()
+        assert link.silence.doubted
+        await trio.sleep(60)
+        assert list(a.links) == [link]
+
+
 async def test_what_the_same_cut_took_is_found_at_the_same_time(autojump_clock: Clock) -> None:
     """Only the first is missed by anybody; of an idle link that lives nobody takes notice."""
     async with running_hosts() as hosts:
