@@ -8,8 +8,8 @@ from unittest import mock
 
 import trio
 
-from peerd.compute.model.stage_module import StageModule
 from peerd.service.access import REFRESH_S
+from peerd.training.stage.post_state import PostState
 from roles.aggregator import AuxRole
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
@@ -117,7 +117,7 @@ class Chaos(Misfortunes):
         """The step of each peer that has one."""
         return [role.status()["step"] for role in self._trained()]
 
-    def modules(self) -> list[StageModule]:
+    def states(self) -> list[PostState]:
         """The model's parts that peers hold."""
         members = [r.replica if isinstance(r, TrainerRole) else r for r in self._roles.live.values()]
-        return [post.served.module for member in members for post in getattr(member, "posts", [])]
+        return [post.state for member in members for post in getattr(member, "posts", [])]

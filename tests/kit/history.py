@@ -2,7 +2,8 @@
 
 A swarm that loses a whole stage goes back to a restore point and makes steps again, with other batches: what was in
 step 7 has no one answer. Each commit is kept under the digest of the state that it led to; from any state the way leads
-back to the start. One plain torch process then makes the same steps.
+back to the start. Two batches may lead to one state, such as those of the same samples once a swarm has begun anew; the
+position says which of them it was. One plain torch process then makes the same steps.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Commit:
 
     step: int
     before: bytes
+    origin: Position
     part: Part
     after: dict[str, torch.Tensor]
 
@@ -60,7 +62,7 @@ class Histories:
     """All steps of this process's peers, from `watch` on."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, bytes], Commit] = {}  # by stage and the state after it
+        self._made: dict[tuple[int, bytes], dict[Position, Commit]] = {}  # by stage, the state after it, its position
         self._parts: dict[tuple[int, bytes], Part] = {}  # by stage and attempt
         self._attempts: WeakKeyDictionary[PostState, bytes] = WeakKeyDictionary()  # of the sum that lies prepared
 
@@ -81,28 +83,28 @@ class Histories:
             return prepared
 
         async def noted_step(state: PostState, target: Position, total: Any) -> Any:
-            module, before = state.model.module, state.model.module.digest()
+            module, before, origin = state.model.module, state.model.module.digest(), state.position
             leap = await step_of(state, target, total)
             part = self._parts[module.stage, self._attempts.get(state, b"")]
-            made = Commit(target.step - 1, before, part, parameters_of(module))
-            self._made.setdefault((module.stage, module.digest()), made)
+            made = Commit(target.step - 1, before, origin, part, parameters_of(module))
+            self._made.setdefault((module.stage, module.digest()), {}).setdefault(target, made)
             return leap
 
         monkeypatch.setattr(PostOrders, "_part_of", noted_part)
         monkeypatch.setattr(PostOrders, "_average", noted_average)
         monkeypatch.setattr(PostState, "step", noted_step)
 
-    def faults(self, run: RunFile, modules: list[StageModule]) -> list[str]:
+    def faults(self, run: RunFile, states: list[PostState]) -> list[str]:
         """Empty where all came one way, each step of it had a whole batch, and plain torch comes to the same state.
 
-        Compared at the last step that all modules have made. Of a run that plain torch cannot follow only the ways are
+        Compared at the last step that all of them have made. Of a run that plain torch cannot follow only the ways are
         looked at: one with lossy codes, or a delayed one in several stages, where a microbatch may be of another age in
         each stage.
         """
         ways: dict[int, list[Commit]] = {}
         found = list[str]()
-        for module in modules:
-            way = self._way(module)
+        for state in states:
+            module, way = state.served.module, self._way(state)
             mates = ways.setdefault(module.stage, way)
             if [commit.step for commit in way] != list(range(module.step)):
                 found.append(f"stage {module.stage}: step {module.step} is made of {[commit.step for commit in way]}")
@@ -110,7 +112,7 @@ class Histories:
                 found.append(f"stage-mates of stage {module.stage} came other ways")
         if not found and ways.keys() != set(range(run.pipeline.stages)):
             found.append(f"only the stages {sorted(ways)} have a peer")
-        return found or self._differences(run, ways, min(module.step for module in modules))
+        return found or self._differences(run, ways, min(state.served.module.step for state in states))
 
     def _differences(self, run: RunFile, ways: dict[int, list[Commit]], steps: int) -> list[str]:
         batches, found = Batches(), list[str]()
@@ -136,13 +138,15 @@ class Histories:
                     found.append(f"{name} of stage {stage} differs by {difference:.2e} after step {steps}")
         return found + [f"no stage has {name}" for name in sorted(expected)]
 
-    def _way(self, module: StageModule) -> list[Commit]:
-        """The commits that led to a module's state, in order, from the start or from a state that nobody made here."""
+    def _way(self, state: PostState) -> list[Commit]:
+        """The commits that led to a peer's state, in order, from the start or from a state that nobody made here."""
         way: list[Commit] = []
-        at = module.digest()
-        while (commit := self._made.get((module.stage, at))) is not None:
+        module = state.served.module
+        at, position = module.digest(), state.position
+        while (commits := self._made.get((module.stage, at))) is not None:
+            commit = commits.get(position) or next(iter(commits.values()))
             way.append(commit)
-            at = commit.before
+            at, position = commit.before, commit.origin
         return way[::-1]
 
 

@@ -86,7 +86,7 @@ async def mended(case: int, roles: Roles, rng: random.Random, histories: Histori
     async with World(case, swarm(), WorldConfig(line=home_line)).running() as world:
         chaos = Chaos(world, roles, rng, at_home)
         await chaos.run()
-        faults = histories.faults(roles.run, chaos.modules())
+        faults = histories.faults(roles.run, chaos.states())
         return "\n".join([*faults, chaos.story()] if faults else [])
 
 

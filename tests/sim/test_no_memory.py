@@ -55,9 +55,9 @@ class Scene:
             await self.until(world, 3)
             yield world
             assert not [fault for node in world.nodes.values() for fault in node.host.faults.places.values()]
-            modules = [post.served.module for role in self.roles.of(StageRole) for post in role.posts]
-            assert len(modules) == PEERS
-            assert not self.histories.faults(run=self.roles.run, modules=modules)
+            states = [post.state for role in self.roles.of(StageRole) for post in role.posts]
+            assert len(states) == PEERS
+            assert not self.histories.faults(run=self.roles.run, states=states)
 
     async def until(self, world: World, step: int) -> None:
         """Wait until all peers have made so many steps."""
