@@ -47,13 +47,18 @@ class Peers:
             await self.nursery.start(reach.run)
         return reach
 
-    async def join_swarm(self, name: str, kind: Kind = "public", *others: str, relay: bool = False) -> Connectivity:
-        """A whole peer, with DHT and everything that makes ways, which joins through `others`."""
-        host, clock = await self._host(name, kind)
+    async def join_swarm(
+        self, name: str, kind: Kind = "public", *others: str, relay: bool = False, key: str | None = None
+    ) -> Connectivity:
+        """A whole peer, with DHT and everything that makes ways, which joins through `others`.
+
+        `key`: whose key it has, if another's.
+        """
+        host, clock = await self._host(name, kind, key)
         rpc = Rpc(host, clock)
-        dht = self.dhts[name] = Dht(host, rpc, clock, keypair(name))
+        dht = self.dhts[name] = Dht(host, rpc, clock, keypair(key or name))
         config = ConnectivityConfig(relay=relay)
-        ways = self.ways[name] = Connectivity(host, (rpc, dht), clock, keypair(name), config)
+        ways = self.ways[name] = Connectivity(host, (rpc, dht), clock, keypair(key or name), config)
         await self.nursery.start(rpc.run)
         await self.nursery.start(ways.run)
         await self.nursery.start(dht.run, [self.addr(other) for other in others])
@@ -65,10 +70,10 @@ class Peers:
         self.routers[name] = home.router
         return home
 
-    async def _host(self, name: str, kind: Kind) -> tuple[Host, SimClock]:
+    async def _host(self, name: str, kind: Kind, key: str | None = None) -> tuple[Host, SimClock]:
         home = self.home(name, kind)
         clock = SimClock(1, name)
-        host = self.hosts[name] = Host(keypair(name), clock, [home])
+        host = self.hosts[name] = Host(keypair(key or name), clock, [home])
         await self.nursery.start(self._run, name, host)
         return host, clock
 

@@ -5,8 +5,9 @@ does without where its relays have no place to spare.
 
 Knows candidates as it is told of them, and decides which to ask, when to renew, and when to look for more. Hostile
 input: relays that refuse, or promise and vanish; one that refuses is left alone for twice as long as the time before.
-Invariants: nothing is asked while no place is wanted; one request per relay at a time; a lost place is replaced at the
-next step; candidates are bounded by the connections that there are.
+One that is reached over another connection may have begun anew, without our place: it is asked again, and believed no
+more if it refuses. Invariants: nothing is asked while no place is wanted; one request per relay at a time; a lost place
+is replaced at the next step; candidates are bounded by the connections that there are.
 """
 
 from __future__ import annotations
@@ -70,8 +71,15 @@ class _Relay:
     asking: bool = False
     until: float = -math.inf  # our place's end
     renew_at: float = math.inf
+    moved: bool = False  # it is reached over another connection since it was asked
+    unsure: bool = False  # likewise since it granted the place
     not_before: float = -math.inf
     failures: int = 0
+
+    def lose(self) -> None:
+        """Our place there is lost."""
+        self.until, self.renew_at = -math.inf, math.inf
+        self.moved = self.unsure = False
 
 
 class Reservations:
@@ -103,9 +111,21 @@ class Reservations:
             return
         if relay.until > now:
             self._searches, self._search_at = 0, now  # soon, if the others don't do
-        relay.candidate, relay.until, relay.renew_at = None, -math.inf, math.inf
+        relay.candidate = None
+        relay.lose()
         if not relay.asking and relay.not_before <= now:
             del self._relays[peer]
+
+    def moved(self, now: float, peer: PeerId) -> bool:
+        """The peer is reached over another connection than before: should it have begun anew, a place there is lost.
+
+        True: we have one there, or have asked for one, so that it is to be asked again.
+        """
+        relay = self._relays.get(peer)
+        if relay is None or not (relay.until > now or relay.asking):
+            return False
+        relay.moved = True
+        return True
 
     def granted(self, now: float, peer: PeerId, lasts_s: float) -> None:
         """The relay keeps a place for us, for so long."""
@@ -116,6 +136,7 @@ class Reservations:
         if relay.candidate is None:
             return
         relay.failures, self._searches = 0, 0
+        relay.unsure = relay.moved
         relay.until = now + lasts_s
         relay.renew_at = now + max(lasts_s * self._config.renew_share, self._config.renew_again_s)
 
@@ -127,9 +148,10 @@ class Reservations:
         relay.asking = False
         relay.failures += 1
         config = self._config
-        if relay.until > now:
+        if relay.until > now and not (relay.unsure or relay.moved):
             relay.renew_at = now + config.renew_again_s
         else:
+            relay.lose()
             relay.not_before = now + backoff_s(relay.failures, config.rest_s, config.longest_rest_s)
 
     # --- what to do --------------------------------------------------------------------------------------------
@@ -145,11 +167,11 @@ class Reservations:
                 del self._relays[peer]
         outputs: list[Reserve | Release | FindRelays] = [Release(peer) for peer in self._too_many(now)]
         for peer, relay in self._relays.items():
-            if relay.until > now and relay.renew_at <= now and not relay.asking:
-                relay.asking = True
+            if relay.until > now and (relay.renew_at <= now or relay.moved) and not relay.asking:
+                relay.asking, relay.unsure, relay.moved = True, relay.unsure or relay.moved, False
                 outputs.append(Reserve(peer))
         while self._missing(now) > 0 and (peer_ := self._best(now)) is not None:
-            self._relays[peer_].asking = True
+            self._relays[peer_].asking, self._relays[peer_].moved = True, False
             outputs.append(Reserve(peer_))
         if self._needs_them and self._missing(now) > 0 and self._search_at <= now:
             self._search_at = now + self._config.search_s * 2 ** min(self._searches, 6)
@@ -174,7 +196,7 @@ class Reservations:
         """Relays that we do without, since fewer are wanted than before; their places are ours no more."""
         surplus = self.held(now)[self._wanted :]
         for peer in surplus:
-            self._relays[peer].until, self._relays[peer].renew_at = -math.inf, math.inf
+            self._relays[peer].lose()
         return surplus
 
     def _missing(self, now: float) -> int:

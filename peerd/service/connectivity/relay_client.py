@@ -1,8 +1,9 @@
 """Reserving: keeps places at relays while nobody can dial this peer, else a spare one, and announces ways over them.
 
 Carries out what `machine/connectivity/relay_reservations` decides: asks connected relays through `Circuits`, connects
-to further peers when those are too few, and notices losses. What a relay promises is checked by `Circuits`. Invariant:
-announced are the addresses of places that are held now, at most limits.RESERVATION_ADDRS of each.
+to further peers when those are too few, and notices losses: of a place at a relay that is gone, and of one at a relay
+that was restarted and found again before the link to it had ended. What a relay promises is checked by `Circuits`.
+Invariant: announced are the addresses of places that are held now, at most limits.RESERVATION_ADDRS of each.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Reserving:
         self._timer = Timer(lambda: self._machine.wake_at(clock.now()), self.look)
         self._lost = BoundedDict[PeerId, None](_LOST_KEPT)
         self._heard: list[Callable[[], None]] = []
+        host.when_moved(self._moved)
 
     @property
     def relays(self) -> list[PeerId]:
@@ -137,6 +139,11 @@ class Reserving:
         elif peer not in self._circuits.reservations:
             self._machine.gone(self._clock.now(), peer)
 
+    def _moved(self, peer: PeerId) -> None:
+        """Ask a relay again that is reached over another link: one that was restarted knows of no place."""
+        if self._machine.moved(self._clock.now(), peer):
+            self.look()
+
     def _gone(self, peer: PeerId) -> None:
         now = self._clock.now()
         if peer in self._machine.held(now):
@@ -151,6 +158,8 @@ class Reserving:
         except RemoteError as error:
             _log.info("no place at relay %s: %s", peer, error)
             self._machine.refused(self._clock.now(), peer)
+            if peer not in self._machine.held(self._clock.now()):
+                self._circuits.forget(peer)
         else:
             now = self._clock.now()
             self._machine.granted(now, peer, held.expires_at - now)

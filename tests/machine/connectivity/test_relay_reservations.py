@@ -75,6 +75,25 @@ def test_a_lost_relay_is_replaced_at_once_and_there_is_a_search_if_nobody_is_lef
     assert 20.0 < made.wake_at(20.0) <= 25.0
 
 
+def test_a_relay_that_is_reached_anew_is_asked_again_and_its_place_is_lost_if_it_refuses() -> None:
+    made = wanting(candidate(0), candidate(1))
+    made.step(0.0)
+    made.granted(0.0, PEERS[0], 3600.0)
+    assert not made.moved(0.0, PEERS[2])
+    assert made.moved(0.0, PEERS[1])  # while it is asked
+    made.granted(0.0, PEERS[1], 3600.0)
+    assert asked(made.step(0.0)) == [1]
+    made.granted(0.0, PEERS[1], 3600.0)
+    assert made.step(0.0) == []
+    assert made.moved(10.0, PEERS[0])
+    assert asked(made.step(10.0)) == [0]
+    assert made.held(10.0) == PEERS[:2]
+    made.offers(candidate(2))
+    made.refused(10.0, PEERS[0])
+    assert made.held(10.0) == [PEERS[1]]
+    assert asked(made.step(10.0)) == [2]
+
+
 def test_a_relay_that_refuses_is_asked_ever_more_rarely() -> None:
     made, now, pauses = wanting(candidate(0)), 0.0, []
     for _ in range(5):
@@ -119,7 +138,7 @@ def test_of_several_places_a_spare_one_is_left_when_they_are_not_needed_any_more
     assert {released.peer, *made.held(1.0)} == {PEERS[0], PEERS[1]}
 
 
-STEPS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7), st.floats(0, 50)), max_size=60)
+STEPS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 7), st.floats(0, 50)), max_size=60)
 
 
 @given(STEPS, st.integers(0, 1 << 30))
@@ -139,6 +158,8 @@ def test_in_any_order_of_events_no_relay_is_asked_twice_at_once_and_no_more_than
         elif what == 3 and number in open_:
             open_.remove(number)
             made.refused(now, PEERS[number])
+        elif what == 4:
+            made.moved(now, PEERS[number])
         else:
             made.offers(candidate(number))
         new = asked(made.step(now))

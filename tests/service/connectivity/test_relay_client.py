@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.core.addr import is_relayed
+from peerd.core.addr import is_relayed, parse_addr, with_peer
 from peerd.core.ids import Key
 from peerd.core.protobuf.circuit import HOP
 from peerd.machine.connectivity.path_selection import Way
@@ -75,6 +75,26 @@ async def test_a_lost_relay_is_replaced_at_once_and_the_peer_stays_reachable() -
         assert await until(lambda: len(ways.reserving.relays) == 2, 5.0) < 2.0
         assert new.takes_inbound
         assert all(peers.routers[lost].outside not in addr for addr in circuits(peers, "new"))
+
+
+async def test_a_restarted_relay_is_asked_again_though_the_old_link_to_it_has_not_ended() -> None:
+    """As where another path to it was looked for; it does not know of the place that it gave before."""
+    async with internet() as peers:
+        await backbones(peers, 1)
+        ways = await peers.join_swarm("new", "port-restricted", "backbone0")
+        await until(lambda: len(ways.reserving.relays) == 1, 5.0)
+        new = peers.hosts["new"]
+        new.handle("/echo/1", echo)
+        await peers.join_swarm("restarted", "public", relay=True, key="backbone0")
+        relay = peers.addr("restarted")
+        link = await new.dial_at(parse_addr(peers.outside("restarted")), peers.hosts["backbone0"].id)
+        assert new.links.best(link.peer) is link
+        assert len(new.links.to(link.peer)) == 2
+        await peers.join_swarm("other", "symmetric", "restarted")
+        other = peers.hosts["other"]
+        other.learn(new.id, [with_peer(parse_addr(f"{relay}/p2p-circuit"), new.id)])
+        assert await ask(other, new, b"hello") == b"hello"
+        assert any(peers.routers["restarted"].outside in addr for addr in circuits(peers, "new"))
 
 
 @pytest.mark.slow
