@@ -136,7 +136,7 @@ class Reservations:
         if relay.candidate is None:
             return
         relay.failures, self._searches = 0, 0
-        relay.unsure = relay.moved
+        relay.unsure = False
         relay.until = now + lasts_s
         relay.renew_at = now + max(lasts_s * self._config.renew_share, self._config.renew_again_s)
 
