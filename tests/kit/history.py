@@ -62,7 +62,7 @@ class Histories:
     """All steps of this process's peers, from `watch` on."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, bytes], dict[Position, Commit]] = {}  # by stage, the state after it, its position
+        self._made: dict[tuple[int, bytes, Position], Commit] = {}  # by stage, the state after it and its position
         self._parts: dict[tuple[int, bytes], Part] = {}  # by stage and attempt
         self._attempts: WeakKeyDictionary[PostState, bytes] = WeakKeyDictionary()  # of the sum that lies prepared
 
@@ -87,7 +87,7 @@ class Histories:
             leap = await step_of(state, target, total)
             part = self._parts[module.stage, self._attempts.get(state, b"")]
             made = Commit(target.step - 1, before, origin, part, parameters_of(module))
-            self._made.setdefault((module.stage, module.digest()), {}).setdefault(target, made)
+            self._made.setdefault((module.stage, module.digest(), target), made)
             return leap
 
         monkeypatch.setattr(PostOrders, "_part_of", noted_part)
@@ -143,8 +143,7 @@ class Histories:
         way: list[Commit] = []
         module = state.served.module
         at, position = module.digest(), state.position
-        while (commits := self._made.get((module.stage, at))) is not None:
-            commit = commits.get(position) or next(iter(commits.values()))
+        while (commit := self._made.get((module.stage, at, position))) is not None:
             way.append(commit)
             at, position = commit.before, commit.origin
         return way[::-1]
