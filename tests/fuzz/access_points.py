@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import trio
 
@@ -21,13 +20,11 @@ from tests.fuzz.bodies import Pool
 from tests.fuzz.calls import Good, Menu
 from tests.fuzz.goods import SELF
 from tests.fuzz.service_points import ask
-from tests.fuzz.service_scene import still_lent
-from tests.fuzz.session_points import WHO
-from tests.fuzz.sessions import HOST, NETWORK, Point, Stage, point
-from tests.kit.hostile import Hostile, enter
-from tests.kit.hosts import Hosts, echo, keypair, running_hosts
+from tests.fuzz.session_points import entered
+from tests.fuzz.sessions import HOST, NETWORK, Point, ServiceStage, Stage, attacked, point
+from tests.kit.hostile import Hostile
+from tests.kit.hosts import Hosts, keypair, running_hosts
 from tests.kit.members import ORGANIZER, STRANGER, Papers, revoked, run_file, token
-from tests.kit.virtual import addr_of, transport
 
 POINTS: list[Point] = []
 RUN = run_file()
@@ -48,17 +45,11 @@ CALLS = [
 ]
 
 
-@dataclass(kw_only=True)
-class GateStage(Stage):
-    """A host with a gate; the honest peer has a token."""
+class GateStage(ServiceStage):
+    """A host that admits members only; the honest peer has a token."""
 
-    asks: Rpc
-    friends: frozenset[str]
-
-    async def check(self) -> str:
-        """As below, and: nothing that was lent to strangers is out, and a member's call is answered."""
-        if wrong := await super().check() or await still_lent(self.host, self.friends):
-            return wrong
+    async def is_answered(self) -> str:
+        """The honest peer may call what only members may."""
         try:
             await self.asks.call(self.host.id, "other/1/ask", Empty(), Empty, timeout_s=30)
         except RemoteError as error:
@@ -92,41 +83,20 @@ async def gate() -> AsyncIterator[GateStage]:
     async with running_hosts(NETWORK) as hosts:
         host, _ = await _start(hosts, "host")
         honest, asks = await _start(hosts, "honest")
-        host.handle("/echo/1", echo)
-        await honest.connect(host.id, [hosts.addr("host")])
-        network = transport(hosts.net, "hostile")
-        listener = await network.listen(addr_of(hosts.net, "hostile"))
-        async with trio.open_nursery() as nursery:
-            made = GateStage(
-                host=host,
-                honest=honest,
-                addr=hosts.addr("host"),
-                network=network,
-                listener=listener,
-                nursery=nursery,
-                asks=asks,
-                friends=frozenset((host.id.text, honest.id.text)),
-            )
-            await trio.sleep(1)
-            made.links = set(host.links)
+        async with attacked(hosts, host, honest, GateStage, asks=asks) as made:
             yield made
-            nursery.cancel_scope.cancel()
-
-
-async def _entered(stage: Stage) -> Hostile:
-    return await enter(stage.network, stage.addr, WHO, stage.ephemeral)
 
 
 @point("before a closed gate", Menu(POOL, CALLS).talk(), POINTS)
 async def _stranger(stage: Stage) -> Sequence[Hostile]:
-    hostile = await _entered(stage)  # who has shown a token before, and gone since
+    hostile = await entered(stage)  # who has shown a token before, and gone since
     assert await ask(hostile, Good("other/1/ask", Empty())) == b""
     return [hostile]
 
 
 @point("with a token", Menu(POOL, CALLS).talk(), POINTS)
 async def _member(stage: Stage) -> Sequence[Hostile]:
-    hostile = await _entered(stage)
+    hostile = await entered(stage)
     assert await ask(hostile, SHOWN)
     assert await ask(hostile, Good("other/1/ask", Empty()))
     return [hostile]
@@ -134,6 +104,6 @@ async def _member(stage: Stage) -> Sequence[Hostile]:
 
 @point("with another's token", Menu(POOL, CALLS).talk(), POINTS)
 async def _another(stage: Stage) -> Sequence[Hostile]:
-    hostile = await _entered(stage)
+    hostile = await entered(stage)
     assert await ask(hostile, CALLS[1])
     return [hostile]

@@ -36,9 +36,9 @@ from tests.fuzz.bodies import Pool
 from tests.fuzz.calls import Good, Menu
 from tests.fuzz.expert_scene import EXPERTS, MARK, RUN, samples
 from tests.fuzz.service_points import ask
-from tests.fuzz.session_points import WHO
+from tests.fuzz.session_points import WHO, entered
 from tests.fuzz.sessions import Point, Stage, point
-from tests.kit.hostile import Hostile, enter
+from tests.kit.hostile import Hostile
 
 POINTS: list[Point] = []
 UNTOUCHED, A, B = EXPERTS[:3]  # nobody claims the first one
@@ -146,25 +146,20 @@ _ANSWERS: dict[str, Answers] = {
 }
 
 
-async def _entered(stage: Stage) -> Hostile:
-    return await enter(stage.network, stage.addr, WHO, stage.ephemeral)
-
-
 async def _answering(stage: Stage) -> Hostile:
-    hostile = await _entered(stage)
-    return Answering(hostile, random.Random(stage.ephemeral), POOL, _ANSWERS)
+    return Answering(await entered(stage), random.Random(stage.ephemeral), POOL, _ANSWERS)
 
 
 @point("as a caller of experts", Menu(POOL, CALLS).talk(), POINTS)
 async def _caller(stage: Stage) -> Sequence[Hostile]:
-    hostile = await _entered(stage)
+    hostile = await entered(stage)
     await ask(hostile, FORWARD)
     return [hostile]
 
 
 @point("as a caller whose update is made", Menu(POOL, [BACKWARD, *CALLS]).talk(), POINTS)
 async def _updated(stage: Stage) -> Sequence[Hostile]:
-    hostile = await _entered(stage)
+    hostile = await entered(stage)
     answer = await ask(hostile, BACKWARD)
     assert decode(Gradient, answer).version > 0
     assert await ask(hostile, BACKWARD) == answer  # a repeat counts once
@@ -187,7 +182,7 @@ async def _gives(stage: Stage) -> Sequence[Hostile]:
 
 @point("as one that fetches checkpoints", Menu(POOL, VAULT[2:]).talk(), POINTS)
 async def _fetches(stage: Stage) -> Sequence[Hostile]:
-    hostile = await _entered(stage)
+    hostile = await entered(stage)
     await ask(hostile, PIECE)
     return [hostile]
 

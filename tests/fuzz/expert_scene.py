@@ -14,25 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import trio
 
-from peerd.compute.worker import InlineWorker
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.experts import Forward, Name, Output
 from peerd.core.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile, fingerprint
-from peerd.log import EventLog
-from peerd.role import RoleContext
-from peerd.service.dht.dht import Dht
-from peerd.service.rpc.rpc import Rpc
-from peerd.service.run_services import RunServices
-from peerd.sim.clock import SimClock
 from roles.expert import ExpertRole
-from tests.fuzz.service_scene import still_lent
-from tests.fuzz.sessions import HOST, NETWORK, Stage
-from tests.kit.hosts import echo, keypair, running_hosts
-from tests.kit.virtual import addr_of, transport
+from tests.fuzz.service_scene import start_caller, start_peer
+from tests.fuzz.sessions import NETWORK, ServiceStage, attacked
+from tests.kit.hosts import running_hosts
 
 WIDTH = 4
 EXPERTS = [Uid(0, (row, column)) for row in range(2) for column in range(2)]
@@ -54,16 +45,10 @@ def samples(rows: int = 2) -> TensorFrame:
 
 
 @dataclass(kw_only=True)
-class ExpertStage(Stage):
+class ExpertStage(ServiceStage):
     """A host of experts."""
 
     role: ExpertRole
-    asks: Rpc  # of the honest peer
-    friends: frozenset[str]
-
-    async def check(self) -> str:
-        """As below, and: nothing that was lent to strangers is out, and a call of an expert is answered."""
-        return await super().check() or await still_lent(self.host, self.friends) or await self.is_answered()
 
     async def is_answered(self) -> str:
         """The honest peer gets outputs, or hears who has the expert now."""
@@ -86,49 +71,9 @@ async def expert_host() -> AsyncIterator[ExpertStage]:
     """A host that has all experts of its run."""
     with tempfile.TemporaryDirectory() as folder:
         async with running_hosts(NETWORK) as hosts:
-            host, clock = await hosts.start("host", HOST), SimClock(1, "host")
-            rpc = Rpc(host, clock)
-            dht = Dht(host, rpc, clock, keypair("host"))
-            await hosts.nursery.start(rpc.run)
-            await hosts.nursery.start(dht.run, [])
-            workers = {device: InlineWorker() for device in ("cpu", "files", "data", "coding")}
-            ctx = RoleContext(
-                run=RUN,
-                services=RunServices(RUN, host, rpc, dht, clock),
-                host=host,
-                rpc=rpc,
-                dht=dht,
-                clock=clock,
-                data_dir=Path(folder),
-                device="cpu",
-                seed=1,
-                log=EventLog(clock),
-                worker=workers.__getitem__,
-            )
-            role = ExpertRole(ctx)
-            await hosts.nursery.start(role.run)
-            host.handle("/echo/1", echo)
-            honest = await hosts.start("honest")
-            asks = Rpc(honest, SimClock(1, "honest"))
-            await hosts.nursery.start(asks.run)
-            await honest.connect(host.id, [hosts.addr("host")])
-            network = transport(hosts.net, "hostile")
-            listener = await network.listen(addr_of(hosts.net, "hostile"))
-            async with trio.open_nursery() as nursery:
-                made = ExpertStage(
-                    host=host,
-                    honest=honest,
-                    addr=hosts.addr("host"),
-                    network=network,
-                    listener=listener,
-                    nursery=nursery,
-                    role=role,
-                    asks=asks,
-                    friends=frozenset((host.id.text, honest.id.text)),
-                )
-                await trio.sleep(20)
-                assert sorted(role.host.experts) == EXPERTS
-                made.links = set(host.links)
+            peer = await start_peer(hosts, "host", RUN, Path(folder), role=ExpertRole)
+            honest, asks = await start_caller(hosts)
+            async with attacked(hosts, peer.host, honest, ExpertStage, 20.0, role=peer.role, asks=asks) as made:
+                assert sorted(peer.role.host.experts) == EXPERTS
                 assert await made.is_answered() == ""
                 yield made
-                nursery.cancel_scope.cancel()

@@ -12,7 +12,8 @@ from tests.fuzz import handover_goods as handing
 from tests.fuzz.answering import Answering
 from tests.fuzz.calls import Good, Menu
 from tests.fuzz.goods import SELF
-from tests.fuzz.service_points import ask, at_mate, back_to_start, entered, served
+from tests.fuzz.service_points import ask, at_mate, back_to_start, served
+from tests.fuzz.session_points import entered
 from tests.fuzz.sessions import Point, Stage, point
 from tests.kit.hostile import Hostile
 

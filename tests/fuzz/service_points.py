@@ -30,8 +30,8 @@ from tests.fuzz import goods
 from tests.fuzz.answering import Answering
 from tests.fuzz.calls import FIRST_STREAM, Good, Menu
 from tests.fuzz.goods import SELF, SEQ
-from tests.fuzz.service_scene import ServiceStage, services
-from tests.fuzz.session_points import WHO, Frames, inside
+from tests.fuzz.service_scene import RunStage, services
+from tests.fuzz.session_points import WHO, Frames, entered, inside
 from tests.fuzz.sessions import Point, Stage, Talk, point
 from tests.kit.hostile import Hostile, enter, frame, hello, secrets
 from tests.kit.mutate import mutated
@@ -40,10 +40,6 @@ POINTS: list[Point] = []
 
 
 # --- speaking as one should ------------------------------------------------------------------------------------------
-async def entered(stage: Stage) -> Hostile:
-    return await enter(stage.network, stage.addr, WHO, stage.ephemeral)
-
-
 async def ask(hostile: Hostile, good: Good) -> bytes:
     """One call, and the body of its answer; b"" where it is refused, or none comes."""
     headers, payloads = wire.encode_frames(good.frames)
@@ -62,8 +58,8 @@ async def ask(hostile: Hostile, good: Good) -> bytes:
     return block[at:] if kind == wire.REPLY else b""
 
 
-def served(stage: Stage) -> ServiceStage:
-    assert isinstance(stage, ServiceStage)
+def served(stage: Stage) -> RunStage:
+    assert isinstance(stage, RunStage)
     return stage
 
 
@@ -367,8 +363,7 @@ async def _dial_me(stage: Stage) -> Sequence[Hostile]:
 # --- whom the host calls ---------------------------------------------------------------------------------------------
 async def _answering(stage: Stage) -> Hostile:
     """It answers what the host calls it for: as member, conductor, donor, stage-mate and peer of the directory."""
-    hostile = await entered(stage)
-    return Answering(hostile, random.Random(stage.ephemeral), goods.DHT_POOL, answers())
+    return Answering(await entered(stage), random.Random(stage.ephemeral), goods.DHT_POOL, answers())
 
 
 @functools.cache

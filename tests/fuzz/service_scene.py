@@ -8,10 +8,11 @@ second peer serves the other stage; the honest one only asks.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,7 +33,6 @@ from peerd.core.run.runfile import (
     fingerprint,
 )
 from peerd.log import EventLog
-from peerd.machine.budget.book import Means
 from peerd.net.host.host import Host
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.role import RoleContext
@@ -47,10 +47,9 @@ from peerd.service.state.snapshot import KEPT, Giving, StateItem
 from peerd.sim.clock import SimClock
 from roles.stage import StageRole
 from tests.fuzz.session_points import WHO
-from tests.fuzz.sessions import HOST, NETWORK, WITHIN_S, Stage
-from tests.kit.hosts import Hosts, echo, keypair, running_hosts
+from tests.fuzz.sessions import HOST, NETWORK, WITHIN_S, ServiceStage, attacked
+from tests.kit.hosts import Hosts, keypair, running_hosts
 from tests.kit.stagescene import microbatch
-from tests.kit.virtual import addr_of, transport
 
 RUN = RunFile(
     run="hostile",
@@ -64,49 +63,31 @@ RUN = RunFile(
 )
 MARK = fingerprint(RUN)
 KEPT_POSITION = Position(3, b"kept")
-LENT = (Means.RECEIVING, Means.ANSWERS, Means.STREAMS, Means.CALLS, Means.LINKS)  # what goes back with a connection
-
-
-async def still_lent(host: Host, friends: frozenset[str]) -> str:
-    """The means of a host that strangers still hold a while after they have gone; "": none."""
-
-    def has(means: Means) -> bool:
-        return any(user.peer not in friends for user in host.book._accounts[means].by)
-
-    since = trio.current_time()
-    host.book.check()
-    while kept := [means for means in LENT if has(means)]:
-        if trio.current_time() - since > WITHIN_S:
-            return f"strangers still have {', '.join(kept)}"
-        await trio.sleep(0.05)
-    return ""
 
 
 @dataclass
 class Peer:
-    """One host with its run's role."""
+    """One host with a role of its run."""
 
     host: Host
     rpc: Rpc
-    role: StageRole
+    role: Any
 
 
 @dataclass(kw_only=True)
-class ServiceStage(Stage):
-    """A host that serves all there is."""
+class RunStage(ServiceStage):
+    """A stage peer that serves all there is, and one of the other stage."""
 
     served: Peer
     mate: Peer  # of the other stage
-    asks: Rpc  # of the honest peer
     relaying: Relaying  # of the host, as if it were a trainer; nothing is under way
-    friends: frozenset[str]  # whoever is not hostile
 
-    async def check(self) -> str:
-        """As below, and: nothing that was lent to strangers is out, and calls are answered."""
-        if wrong := await super().check():
-            return wrong
-        if wrong := await still_lent(self.host, self.friends):
-            return wrong
+    @property
+    def friends(self) -> frozenset[str]:
+        return frozenset((self.host.id.text, self.honest.id.text, self.mate.host.id.text))
+
+    async def is_answered(self) -> str:
+        """The other stage is rid of strangers too, and each kind of service answers."""
         since = trio.current_time()
         if faults := self.mate.host.faults.places:
             return f"the other stage: {faults}"
@@ -114,9 +95,9 @@ class ServiceStage(Stage):
             if trio.current_time() - since > WITHIN_S:
                 return f"the other stage still has {others}"
             await trio.sleep(0.05)
-        return await self._is_answered()
+        return await self._calls_are_answered()
 
-    async def _is_answered(self) -> str:
+    async def _calls_are_answered(self) -> str:
         """The honest peer gets an answer of each kind of service; a refusal is one, where the hostile peer conducts."""
         input_frame = microbatch(1)[:1]
         forward = StageForward(MARK, 0, None)
@@ -136,17 +117,23 @@ def pinned(stage: int, run: RunFile = RUN) -> RunFile:
     return msgspec.structs.replace(run, limits=LimitsSection(stage=stage))
 
 
-async def start_peer(hosts: Hosts, name: str, run: RunFile, folder: Path, first: str = "host", **line: float) -> Peer:
-    """A peer of the stage that its run file says; `first`: the one by which others come in."""
+async def start_peer(
+    hosts: Hosts,
+    name: str,
+    run: RunFile,
+    folder: Path,
+    first: str = "host",
+    role: Callable[[RoleContext], Any] = StageRole,
+    **line: float,
+) -> Peer:
+    """A peer with `role`; `first` is the name of the peer that others join through."""
     host, clock = await hosts.start(name, HOST, **line), SimClock(1, name)
     rpc = Rpc(host, clock)
     dht = Dht(host, rpc, clock, keypair(name))
     await hosts.nursery.start(rpc.run)
-    entry = [hosts.addr(first)] if name != first else []
-    await hosts.nursery.start(dht.run, entry)
+    await hosts.nursery.start(dht.run, [hosts.addr(first)] if name != first else [])
     workers = {device: InlineWorker() for device in ("cpu", "files", "data", "coding")}
-    directory = folder / name
-    directory.mkdir()
+    (folder / name).mkdir()
     ctx = RoleContext(
         run=run,
         services=RunServices(run, host, rpc, dht, clock),
@@ -154,15 +141,23 @@ async def start_peer(hosts: Hosts, name: str, run: RunFile, folder: Path, first:
         rpc=rpc,
         dht=dht,
         clock=clock,
-        data_dir=directory,
+        data_dir=folder / name,
         device="cpu",
         seed=1,
         log=EventLog(clock),
         worker=workers.__getitem__,
     )
-    role = StageRole(ctx)
-    await hosts.nursery.start(role.run)
-    return Peer(host, rpc, role)
+    peer = Peer(host, rpc, role(ctx))
+    await hosts.nursery.start(peer.role.run)
+    return peer
+
+
+async def start_caller(hosts: Hosts, name: str = "honest") -> tuple[Host, Rpc]:
+    """A host that only makes calls."""
+    host = await hosts.start(name)
+    rpc = Rpc(host, SimClock(1, name))
+    await hosts.nursery.start(rpc.run)
+    return host, rpc
 
 
 async def _serve_ways(hosts: Hosts, peer: Peer) -> None:
@@ -185,7 +180,7 @@ def _give_kept(peer: Peer) -> None:
 
 
 @asynccontextmanager
-async def services() -> AsyncIterator[ServiceStage]:
+async def services() -> AsyncIterator[RunStage]:
     """A run of two stages under way."""
     with tempfile.TemporaryDirectory() as folder:
         async with running_hosts(NETWORK) as hosts:
@@ -193,31 +188,10 @@ async def services() -> AsyncIterator[ServiceStage]:
             await _serve_ways(hosts, served)
             _give_kept(served)
             mate = await start_peer(hosts, "mate", pinned(1), Path(folder))
-            served.host.handle("/echo/1", echo)
-            honest = await hosts.start("honest")
-            asks = Rpc(honest, SimClock(1, "honest"))
-            await hosts.nursery.start(asks.run)
-            await honest.connect(served.host.id, [hosts.addr("host")])
-            network = transport(hosts.net, "hostile")
-            listener = await network.listen(addr_of(hosts.net, "hostile"))
+            honest, asks = await start_caller(hosts)
             relaying = Relaying(served.rpc, {(WHO.identity.peer_id.text, 0), (mate.host.id.text, 1)})
             with relaying.serving():
-                async with trio.open_nursery() as nursery:
-                    made = ServiceStage(
-                        host=served.host,
-                        honest=honest,
-                        addr=hosts.addr("host"),
-                        network=network,
-                        listener=listener,
-                        nursery=nursery,
-                        served=served,
-                        mate=mate,
-                        asks=asks,
-                        relaying=relaying,
-                        friends=frozenset(host.id.text for host in (served.host, mate.host, honest)),
-                    )
-                    await trio.sleep(5)
-                    made.links = set(served.host.links)
-                    assert await made._is_answered() == ""
+                parts = {"served": served, "mate": mate, "asks": asks, "relaying": relaying}
+                async with attacked(hosts, served.host, honest, RunStage, 5.0, **parts) as made:
+                    assert await made.is_answered() == ""
                     yield made
-                    nursery.cancel_scope.cancel()

@@ -169,6 +169,11 @@ def inside(corpus: Sequence[bytes], stream: int = 1) -> Talk:
     return talk
 
 
+async def entered(stage: Stage) -> Hostile:
+    """A connection of the hostile peer that has shaken hands with the host."""
+    return await enter(stage.network, stage.addr, WHO, stage.ephemeral)
+
+
 # --- the points ------------------------------------------------------------------------------------------------------
 @point("before the hand-shake", junk)
 async def _before(stage: Stage) -> Sequence[Hostile]:
@@ -177,12 +182,12 @@ async def _before(stage: Stage) -> Sequence[Hostile]:
 
 @point("after the hand-shake", Frames)
 async def _after(stage: Stage) -> Sequence[Hostile]:
-    return [await enter(stage.network, stage.addr, WHO, stage.ephemeral)]
+    return [await entered(stage)]
 
 
 @point("while streams are open", Frames)
 async def _with_streams(stage: Stage) -> Sequence[Hostile]:
-    hostile = await enter(stage.network, stage.addr, WHO, stage.ephemeral)
+    hostile = await entered(stage)
     for protocol in ("/echo/1", "/each/1", "/into/1", "/pour/1"):
         await hostile.open(protocol)
     await hostile.hear()
@@ -196,7 +201,7 @@ def _introduction() -> bytes:
 
 async def _introduced(stage: Stage) -> Hostile:
     """Both sides have introduced themselves."""
-    hostile = await enter(stage.network, stage.addr, WHO, stage.ephemeral)
+    hostile = await entered(stage)
     asked = await hostile.open(IDENTIFY)
     await hostile.receive(asked, 64)
     theirs = hostile.mux.streams.get(2)
@@ -214,14 +219,14 @@ async def _after_identify(stage: Stage) -> Sequence[Hostile]:
 
 @point("in identify push", inside([_introduction()]))
 async def _pushing(stage: Stage) -> Sequence[Hostile]:
-    hostile = await enter(stage.network, stage.addr, WHO, stage.ephemeral)
+    hostile = await entered(stage)
     await hostile.open(IDENTIFY_PUSH)
     return [hostile]
 
 
 @point("on a rail", Frames)
 async def _on_rails(stage: Stage) -> Sequence[Hostile]:
-    first = await enter(stage.network, stage.addr, WHO, stage.ephemeral)
+    first = await entered(stage)
     await first.open("/pour/1")
     await first.open("/echo/1")
     assert first.secured is not None

@@ -20,19 +20,22 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import trio
 from multiaddr import Multiaddr
 
 from peerd.core.errors import RemoteError
+from peerd.machine.budget.book import Means
 from peerd.net.host.host import Host, HostConfig
 from peerd.net.link.config import LinkConfig
 from peerd.net.transport import Transport
+from peerd.service.rpc.rpc import Rpc
 from peerd.sim.clock import run_virtual
 from peerd.sim.memory import MemoryListener
 from peerd.sim.simnet import NetConfig
 from tests.kit.hostile import Hostile
-from tests.kit.hosts import ask, echo, running_hosts
+from tests.kit.hosts import Hosts, ask, echo, running_hosts
 from tests.kit.virtual import addr_of, transport
 
 COUNT = int(os.environ.get("PEERD_FUZZ_SESSIONS", "500"))  # of all points together; `make fuzz` says 20,000
@@ -43,6 +46,7 @@ UNREAD_BYTES = 1 << 16  # that the honest peer's questions may have made
 SLOWEST_CPU_S = 2.0  # one session; a busy machine does not count
 NETWORK = NetConfig(window_bytes=64 << 10)  # who does not read makes the host's writer wait
 HOST = HostConfig(link=LinkConfig(linger_s=0.5, leave_s=2.0))
+LENT = (Means.RECEIVING, Means.ANSWERS, Means.STREAMS, Means.CALLS, Means.LINKS)  # what goes back with a connection
 
 Talk = Callable[[random.Random], Callable[[], bytes]]  # of one session: makes plaintext after plaintext
 Reach = Callable[["Stage"], Awaitable[Sequence[Hostile]]]
@@ -146,6 +150,43 @@ class Stage:
             return f"an honest peer is not answered: {error}"
 
 
+@dataclass(kw_only=True)
+class ServiceStage(Stage):
+    """A host with services under attack."""
+
+    asks: Rpc  # of the honest peer
+
+    @property
+    def friends(self) -> frozenset[str]:
+        """Peers that are not hostile."""
+        return frozenset((self.host.id.text, self.honest.id.text))
+
+    async def check(self) -> str:
+        """The fault that a session has left behind: also memory that strangers still use, or a call with no answer."""
+        return await super().check() or await self._still_lent() or await self.is_answered()
+
+    async def is_answered(self) -> str:
+        """The reason why calls of the honest peer fail; "" if they succeed."""
+        raise NotImplementedError
+
+    async def _still_lent(self) -> str:
+        """The means of the host that strangers still use some time after they left."""
+
+        def has(means: Means) -> bool:
+            return any(user.peer not in self.friends for user in self.host.book._accounts[means].by)
+
+        since = trio.current_time()
+        self.host.book.check()
+        while kept := [means for means in LENT if has(means)]:
+            if trio.current_time() - since > WITHIN_S:
+                return f"strangers still have {', '.join(kept)}"
+            await trio.sleep(0.05)
+        return ""
+
+
+S = TypeVar("S", bound=Stage)
+
+
 def draw(seed: int, number: int, points: Sequence[Point]) -> Script:
     """Session `number` of this seed."""
     rng = random.Random(f"{seed}/{number}")
@@ -160,29 +201,36 @@ def draw(seed: int, number: int, points: Sequence[Point]) -> Script:
 
 
 @asynccontextmanager
+async def attacked(
+    hosts: Hosts, host: Host, honest: Host, kind: type[S] = Stage, settle_s: float = 1.0, **parts: Any
+) -> AsyncIterator[S]:
+    """The scene of hostile sessions with `host`, whose name is "host".
+
+    Connects `honest` to it, adds a hostile peer that the host can dial, and waits `settle_s` until the links that no
+    session owns are up. `parts`: further fields of the scene.
+    """
+    host.handle("/echo/1", echo)
+    await honest.connect(host.id, [hosts.addr("host")])
+    network = transport(hosts.net, "hostile")
+    listener = await network.listen(addr_of(hosts.net, "hostile"))
+    async with trio.open_nursery() as nursery:
+        fixed = {"addr": hosts.addr("host"), "network": network, "listener": listener, "nursery": nursery}
+        made = kind(host=host, honest=honest, **fixed, **parts)
+        await trio.sleep(settle_s)
+        made.links = set(host.links)
+        yield made
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
 async def stage() -> AsyncIterator[Stage]:
     """A host that serves what points need, and an honest peer that is connected to it."""
     async with running_hosts(NETWORK) as hosts:
         host, honest = await hosts.start("host", HOST), await hosts.start("honest")
-        host.handle("/echo/1", echo)
         for add in SERVING:
             add(host, hosts.nursery)
-        await honest.connect(host.id, [hosts.addr("host")])
-        network = transport(hosts.net, "hostile")
-        listener = await network.listen(addr_of(hosts.net, "hostile"))
-        async with trio.open_nursery() as nursery:
-            made = Stage(
-                host=host,
-                honest=honest,
-                addr=hosts.addr("host"),
-                network=network,
-                listener=listener,
-                nursery=nursery,
-            )
-            await trio.sleep(1)
-            made.links = set(host.links)
+        async with attacked(hosts, host, honest) as made:
             yield made
-            nursery.cancel_scope.cancel()
 
 
 async def play(made: Stage, script: Script) -> None:
@@ -219,6 +267,23 @@ class Found:
 
 
 Scene = Callable[[], AbstractAsyncContextManager[Stage]]
+
+
+async def reach(point: Point, scene: Scene) -> None:
+    """Bring a session to `point`, and check that the host keeps its connections and is well after they close."""
+    async with scene() as made:
+        lanes = await point.reach(made)
+        await trio.sleep(0.1)
+        links = [link for link in made.host.links if link not in made.links]
+        if scene is stage and lanes[0].secured is not None:  # further lanes are rails of the first one's link
+            assert [len(link.rails) for link in links] == [len(lanes) - 1]
+        for lane in lanes:
+            with trio.move_on_after(0.1):
+                await lane.gone()
+            assert not lane.ended
+        for lane in lanes:
+            await lane.raw.aclose()
+        assert await made.check() == ""
 
 
 async def _run(scripts: Sequence[Script], found: Found, scene: Scene) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import trio
 
 from peerd.sim.clock import run_virtual
 from tests.fuzz import access_points, expert_points, handover_points
 from tests.fuzz.expert_scene import expert_host
 from tests.fuzz.service_points import POINTS
 from tests.fuzz.service_scene import services
-from tests.fuzz.sessions import COUNT, Point, Scene, draw, first_failure
+from tests.fuzz.sessions import COUNT, Point, Scene, draw, first_failure, reach
 
 SHARDS = max(5, COUNT // 500)  # for several processes, and none of them takes long
 
@@ -23,30 +22,17 @@ def _one_thread() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_a_run_outlives_hostile_sessions(shard: int) -> None:
-    numbers = range(shard * COUNT // SHARDS, (shard + 1) * COUNT // SHARDS)
-    assert first_failure(1, numbers, POINTS, services) == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", range(SHARDS))
-def test_a_gate_outlives_hostile_sessions(shard: int) -> None:
-    each = COUNT // 5 // SHARDS
-    assert first_failure(1, range(shard * each, (shard + 1) * each), access_points.POINTS, access_points.gate) == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", range(SHARDS))
-def test_a_host_of_experts_outlives_hostile_sessions(shard: int) -> None:
-    each = COUNT // 5 // SHARDS
-    assert first_failure(1, range(shard * each, (shard + 1) * each), expert_points.POINTS, expert_host) == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", range(SHARDS))
-def test_stage_peers_that_hand_over_outlive_hostile_sessions(shard: int) -> None:
-    each = COUNT // 5 // SHARDS
-    assert first_failure(1, range(shard * each, (shard + 1) * each), handover_points.POINTS, services) == ""
+@pytest.mark.parametrize(
+    ("points", "scene", "count"),
+    [
+        pytest.param(POINTS, services, COUNT, id="a run"),
+        pytest.param(access_points.POINTS, access_points.gate, COUNT // 5, id="a gate"),
+        pytest.param(expert_points.POINTS, expert_host, COUNT // 5, id="a host of experts"),
+        pytest.param(handover_points.POINTS, services, COUNT // 5, id="stage peers that hand over"),
+    ],
+)
+def test_hostile_sessions_leave_a_peer_well(points: list[Point], scene: Scene, count: int, shard: int) -> None:
+    assert first_failure(1, range(shard * count // SHARDS, (shard + 1) * count // SHARDS), points, scene) == ""
 
 
 def test_whoever_has_gone_before_its_token_was_read_shows_it_again() -> None:
@@ -62,21 +48,7 @@ REACHED += [(one, expert_host) for one in expert_points.POINTS]
 @pytest.mark.parametrize(("point", "scene"), [pytest.param(*one, id=one[0].name) for one in REACHED])
 def test_a_session_reaches_its_point(point: Point, scene: Scene) -> None:
     """And is still welcome there."""
-
-    async def reach() -> None:
-        async with scene() as made:
-            made.ephemeral = bytes(range(32))
-            lanes = await point.reach(made)
-            await trio.sleep(0.1)
-            for lane in lanes:
-                with trio.move_on_after(0.1):
-                    await lane.gone()
-                assert not lane.ended
-            for lane in lanes:
-                await lane.raw.aclose()
-            assert await made.check() == ""
-
-    run_virtual(reach, seed=1)
+    run_virtual(reach, point, scene, seed=1)
 
 
 def test_a_session_follows_from_its_seed_and_number_alone() -> None:

@@ -12,8 +12,8 @@ from peerd.net.host.host import Host
 from peerd.net.link.stream import Stream
 from peerd.sim.clock import run_virtual
 from tests.fuzz import session_points
-from tests.fuzz.sessions import COUNT, POINTS, SERVING, Point, Stage, draw, first_failure, stage
-from tests.kit.hostile import Hostile, enter
+from tests.fuzz.sessions import COUNT, POINTS, SERVING, Point, Stage, draw, first_failure, reach, stage
+from tests.kit.hostile import Hostile
 
 SHARDS = max(5, COUNT // 1000)  # for several processes, and none of them takes long
 assert session_points.__name__  # its points have joined by importing
@@ -35,24 +35,7 @@ def test_a_session_follows_from_its_seed_and_number_alone() -> None:
 @pytest.mark.parametrize("point", [pytest.param(one, id=one.name) for one in POINTS])
 def test_a_session_reaches_its_point(point: Point) -> None:
     """And is still welcome there."""
-
-    async def reach() -> None:
-        async with stage() as made:
-            made.ephemeral = bytes(range(32))
-            lanes = await point.reach(made)
-            await trio.sleep(0.1)
-            links = [link for link in made.host.links if link not in made.links]
-            if lanes[0].secured is not None:
-                assert len(links) == 1
-                assert len(links[0].rails) == len(lanes) - 1
-            for lane in lanes:
-                with trio.move_on_after(0.1):
-                    await lane.gone()
-                assert not lane.ended
-            for lane in lanes:
-                await lane.raw.aclose()
-
-    run_virtual(reach, seed=1)
+    run_virtual(reach, point, stage, seed=1)
 
 
 async def _broken(stream: Stream) -> None:
@@ -62,7 +45,7 @@ async def _broken(stream: Stream) -> None:
 
 
 async def _reach(stage: Stage) -> Sequence[Hostile]:
-    hostile = await enter(stage.network, stage.addr, session_points.WHO, stage.ephemeral)
+    hostile = await session_points.entered(stage)
     await hostile.open("/broken/1")
     return [hostile]
 
