@@ -55,6 +55,23 @@ async def flood(
             nursery.start_soon(hold, raw)
 
 
+def attack(
+    crew: list[Circuits],
+    dial: Callable[[], Awaitable[RawLink]],
+    relay: tuple[PeerId, Multiaddr],
+    targets: list[PeerId],
+    tally: Tally,
+    nursery: trio.Nursery,
+) -> None:
+    """Start all attacks from one place: `crew` opens circuits to `targets` and to itself; `dial` only connects."""
+    everyone = targets + [circuits._host.id for circuits in crew]
+    for circuits in crew:
+        circuits.welcome = swallow  # type: ignore[method-assign]
+        rng = random.Random(str(circuits._host.id))
+        nursery.start_soon(flood, circuits, relay, everyone, rng, tally)
+    nursery.start_soon(never_shake_hands, dial, nursery)
+
+
 async def swallow(raw: RawLink, peer: PeerId) -> None:
     """An attacker's own end of a circuit: half of them are read as fast as can be, the others never."""
     if peer.raw[-1] % 2:

@@ -4,7 +4,6 @@ open hand-shakes, from several places with many identities each. Honest circuits
 from __future__ import annotations
 
 import functools
-import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -22,7 +21,7 @@ from peerd.service.connectivity.relay import Relay
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimLine
-from tests.kit.attackers import Tally, flood, never_shake_hands, swallow
+from tests.kit.attackers import Tally, attack
 from tests.kit.hosts import Hosts, keypair, running_hosts
 
 PAIRS, PLACES, IDENTITIES = 3, 3, 6
@@ -100,19 +99,13 @@ async def honest(scene: Scene) -> list[tuple[Host, PeerId]]:
     return pairs
 
 
-async def attack(scene: Scene, targets: list[PeerId]) -> None:
+async def attack_from_everywhere(scene: Scene, targets: list[PeerId]) -> None:
     (addr,) = scene.relay.listen_addrs()
     for number in range(PLACES):
         transport = scene.place(100 + number)
         crew = [await scene.peer(f"x{number}.{one}", transport) for one in range(IDENTITIES)]
-        ids = [circuits._host.id for circuits in crew]
-        for circuits in crew:
-            circuits.welcome = swallow  # type: ignore[method-assign]
-            rng = random.Random(str(circuits._host.id))
-            everyone = targets + ids
-            scene.hosts.nursery.start_soon(flood, circuits, (scene.relay.id, addr), everyone, rng, scene.tally)
         dial = functools.partial(transport.dial, addr)
-        scene.hosts.nursery.start_soon(never_shake_hands, dial, scene.hosts.nursery)
+        attack(crew, dial, (scene.relay.id, addr), targets, scene.tally, scene.hosts.nursery)
 
 
 @pytest.mark.slow
@@ -132,7 +125,7 @@ async def test_honest_circuits_keep_their_rate_under_attack(autojump_clock: trio
         before = dict(scene.got)
         await trio.sleep(CALM_S)
         calm = {peer: (scene.got[peer] - before[peer]) / CALM_S for peer in before}
-        await attack(scene, [destination for _, destination in pairs])
+        await attack_from_everywhere(scene, [destination for _, destination in pairs])
         before, most_held, most = dict(scene.got), 0, service.traffic()
         for _ in range(int(ATTACK_S)):
             await trio.sleep(1)
