@@ -9,19 +9,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_INDEX ?=
 INSTALL := $(PIP) install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 FAST := -m "not slow and not interop and not socket"
-# Virtual time does not mind who else computes. Of what opens sockets, most waits more than it computes; what measures
-# has the machine for itself.
-VIRTUAL := -n logical --maxprocesses 8 --dist worksteal -m "not socket"
-SOCKETS := -n 3 --dist worksteal -m "socket and not (alone or lab or interop)"
-ALONE := -m "alone and not (lab or interop)"
-# Labs are whole networks of their own: what does not measure in them may stand beside another.
-LABS := -n 3 --dist loadfile -m "(lab or interop) and not alone"
+# One session for all tests, the longest first; what measures runs last, while nothing else does (tests/choice/schedule.py).
+TESTS := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 NONE_CHOSEN := 5
+# test-all: which part of everything, such as 2/6; touched: seconds for it.
+SLICE ?=
+SECONDS ?= 240
+MEASURED := .durations.tsv
 KERNELS := $(wildcard peerd/compute/kernels/source/*.cpp peerd/compute/kernels/source/*.h)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all check types lint fast sim fuzz soak e2e interop lab foreign bench wheel clean
+.PHONY: help run test test-all touched durations check types lint fast sim fuzz soak e2e interop lab foreign bench wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | sort | expand -t 12
@@ -47,16 +46,19 @@ run: $(VENV)/.installed  ## train a swarm on this machine and watch it (options:
 	$(BIN)/peerd demo $(ARGS)
 
 test: $(VENV)/.installed-dev  ## the whole product in some minutes; what takes long is left to test-all
-	$(BIN)/python -m pytest $(VIRTUAL) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
-	$(BIN)/python -m pytest $(SOCKETS) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
-	$(BIN)/python -m pytest $(ALONE) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
+	$(TESTS) -m "not (lab or interop)" $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
 
-test-all: $(VENV)/.installed-dev  ## everything there is: network lab, foreign libp2p peers, many examples and mutations
+test-all: $(VENV)/.installed-dev  ## everything: network lab, foreign libp2p peers, all examples (one of six parts: SLICE=2/6)
 	-@$(BIN)/python scripts/foreign/setup.py
-	PEERD_TEST_ALL=1 $(BIN)/python -m pytest $(VIRTUAL) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
-	PEERD_TEST_ALL=1 $(BIN)/python -m pytest $(SOCKETS) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
-	PEERD_TEST_ALL=1 $(BIN)/python -m pytest $(LABS) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
-	PEERD_TEST_ALL=1 $(BIN)/python -m pytest -m alone $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
+	PEERD_TEST_ALL=1 PEERD_TEST_SLICE=$(SLICE) $(TESTS) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
+
+touched: $(VENV)/.installed-dev  ## everything that tests what changed in the last 12 hours of commits, the nearest first
+	PEERD_TEST_ALL=1 PEERD_TEST_TOUCHED=$(SECONDS) $(TESTS) $(ARGS) || [ $$? = $(NONE_CHOSEN) ]
+
+durations:  ## measure how long each test takes, by which slices are balanced (an hour)
+	rm -f $(MEASURED)
+	PEERD_TEST_DURATIONS=$(MEASURED) $(MAKE) test-all
+	$(BIN)/python -m tests.choice.durations $(MEASURED)
 
 check: lint types fast  ## what to run before a commit: lint, types, fast tests
 
@@ -73,7 +75,7 @@ sim: $(VENV)/.installed-dev  ## simulated swarms: churn, loss, partitions
 	PEERD_TEST_ALL=1 $(BIN)/python -m pytest tests/sim $(ARGS)
 
 fuzz: $(VENV)/.installed-dev  ## every decoder against 100,000 mutated inputs; a host against 20,000 hostile sessions
-	PEERD_TEST_ALL=1 PEERD_FUZZ_SESSIONS=20000 $(BIN)/python -m pytest tests/fuzz $(ARGS)
+	PEERD_TEST_ALL=1 $(TESTS) tests/fuzz $(ARGS)
 
 soak: $(VENV)/.installed-dev  ## half an hour of training among hostile processes (Linux); ARGS="--minutes 5"
 	$(BIN)/python scripts/soak.py $(ARGS)

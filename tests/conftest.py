@@ -23,7 +23,8 @@ import trio
 import trio.testing
 
 from peerd.sim.clock import deterministic_scheduling
-from tests.kit import passed
+from tests.choice import durations, passed, schedule
+from tests.choice.selection import select
 from tests.kit.amount import ALL, examples
 from tests.kit.watchdog import LoopWatchdog
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from tests.kit.exact import Batches
 
 
+SAID = pytest.StashKey[list[str]]()  # what was chosen, and what was left out
 DEFAULT_SEED = 17  # fixed: a run of the suite can be repeated as it is
 
 
@@ -56,28 +58,58 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave what is marked `thorough` to `make test-all`, and leave out there what has passed before.
-
-    Whoever names a file or a folder with nothing else in it wants just that.
-    """
-    leaves_out = passed.before if ALL else lambda item: item.get_closest_marker("thorough") is not None
-    left = [item for item in items if leaves_out(item)]
-    run = [item for item in items if not leaves_out(item)]
-    if left and (run or ALL):
-        items[:] = run
+    """Take the tests of this run, and put them in order."""
+    table = durations.read_table()
+    chosen = select(items, table)
+    run = {item.nodeid for item in chosen.run}
+    if left := [item for item in items if item.nodeid not in run]:
         config.hook.pytest_deselected(items=left)
+    items[:] = chosen.run
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        schedule.arrange(items, table)
+    config.stash[SAID] = chosen.said
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    return schedule.workers()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    with schedule.place(item):
+        return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    passed.note(report)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        report.nodeid = schedule.plain_id(report.nodeid)
+        passed.note(report)
+        durations.note(report)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """One line for all that was skipped, by reason, and what `make test-all` has besides."""
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is None:
+        passed.write()
+    else:
+        output["said"] = session.config.stash.get(SAID, [])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker has chosen: all workers choose the same."""
+    if said := getattr(node, "workeroutput", {}).get("said"):
+        node.config.stash[SAID] = said
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What was chosen and left out, and one line for all that was skipped, by reason."""
     skipped = terminalreporter.stats.get("skipped", ())
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
-    told = [f"{count} x {reason}" for reason, count in reasons.most_common()]
-    if told:
+    for line in config.stash.get(SAID, []):
+        terminalreporter.write_line(line)
+    if told := [f"{count} x {reason}" for reason, count in reasons.most_common()]:
         terminalreporter.write_line(f"skipped: {'; '.join(told)}")
     if not ALL:
         terminalreporter.write_line("what takes long is left to `make test-all`")

@@ -67,7 +67,8 @@ def test_the_table_of_experts_lists_every_key_of_their_section_and_no_other() ->
 
 
 def test_every_command_role_and_make_target_is_described() -> None:
-    from tests.test_house import FLAGS, entry_points
+    from tests.choice.imports import entry_points
+    from tests.test_house import FLAGS
 
     for command in filter(None, FLAGS):
         assert f"`peerd {command}" in README

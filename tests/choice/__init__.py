@@ -1,0 +1,1 @@
+"""Which tests a run takes, in which order, and beside which others."""
