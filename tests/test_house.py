@@ -5,22 +5,21 @@ flags the command line has, and what the wheel holds. A rule is changed here on 
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.choice.imports import ROOT, entry_points, files_imported, imported, name_of, parsed, sources
 from tests.kit.house_tables import LAYERS, PACKAGES
 
-ROOT = Path(__file__).resolve().parent.parent
 FILE_LINES = 500
 FUNCTION_LINES = 60
 EVENT_NAME = re.compile(r"[a-z]+\.[a-z]+(_[a-z]+)*")  # subject.verb
@@ -47,6 +46,8 @@ SUPERVISORS = {
     Path("peerd/daemon.py"): 1,  # one role
 }
 
+Rule = Callable[[Path], Iterator[str]]
+RULES: list[Any] = []
 FLAGS = {
     "": {"--version", "--help"},
     "backbone": {"--model", "--config", "--bootstrap", "--listen", "--data-dir", "--seed", "--log-level", "--help"},
@@ -80,59 +81,36 @@ FLAGS = {
 }
 
 
-@functools.cache
-def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text("utf-8"), str(file))
-
-
-def sources(*folders: str) -> list[Path]:
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-
-
-def name_of(file: Path) -> str:
-    return str(file.relative_to(ROOT))
-
-
-def entry_points() -> dict[str, str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    found: dict[str, str] = project["entry-points"]["peerd.roles"]
-    return found
-
-
 def layer_of(file: Path) -> str:
     part = file.relative_to(ROOT / "peerd").parts[0]
     return part.removesuffix(".py")
-
-
-def imported(file: Path) -> Iterator[tuple[int, str]]:
-    """Line and full name of everything imported, inside functions and for type checkers too."""
-    package = file.relative_to(ROOT).parent.parts
-    for node in ast.walk(parsed(file)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            start = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
-            module = ".".join(part for part in (start, node.module or "") if part)
-            yield node.lineno, module
-            if module in ("peerd", "roles"):
-                yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
 
 def under(module: str, names: set[str]) -> bool:
     return any(module == name or module.startswith(name + ".") for name in names)
 
 
-@pytest.mark.parametrize("file", sources("peerd"), ids=name_of)
-def test_each_layer_imports_only_what_lies_below_it(file: Path) -> None:
+def rule(*folders: str) -> Callable[[Rule], Rule]:
+    """A rule for each file of these folders: the function yields what is wrong with one file."""
+
+    def add(look: Rule) -> Rule:
+        RULES.append(pytest.param(folders, look, id=look.__name__))
+        return look
+
+    return add
+
+
+@rule("peerd")
+def each_layer_imports_only_what_lies_below_it(file: Path) -> Iterator[str]:
     layer = layer_of(file)
     allowed = {f"peerd.{name}" for name in LAYERS[layer] | {layer}}
+    banned = BANNED.get(layer, set()) - ANYWAY.get(file.relative_to(ROOT), set())
     for line, module in imported(file):
-        where = f"{name_of(file)}:{line} imports {module}"
-        assert not under(module, {"roles"}), f"{where}; peerd never imports roles"
-        if module.startswith("peerd."):
-            assert under(module, allowed), f"{where}; {layer} may not"
-        banned = BANNED.get(layer, set()) - ANYWAY.get(file.relative_to(ROOT), set())
-        assert not under(module, banned), f"{where}; {layer} may not"
+        where = f"{line} imports {module}"
+        if under(module, {"roles"}):
+            yield f"{where}; peerd never imports roles"
+        if (module.startswith("peerd.") and not under(module, allowed)) or under(module, banned):
+            yield f"{where}; {layer} may not"
 
 
 def package_of(file: Path) -> str:
@@ -140,31 +118,16 @@ def package_of(file: Path) -> str:
     return file.relative_to(ROOT / "peerd").parent.as_posix()
 
 
-def file_of(module: str) -> Path | None:
-    """The file of a module of peerd."""
-    path = ROOT.joinpath(*module.split("."))
-    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)
-
-
-def files_imported(file: Path) -> set[Path]:
-    """Files of peerd that this one imports; `from package import module` names the module's."""
-    found = set()
-    for node in ast.walk(parsed(file)):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "peerd":
-            for alias in node.names:
-                found.add(file_of(f"{node.module}.{alias.name}") or file_of(node.module))
-    return {other for other in found if other is not None and other != file}
-
-
-@pytest.mark.parametrize("file", sources("peerd"), ids=name_of)
-def test_each_package_imports_only_what_the_table_says(file: Path) -> None:
+@rule("peerd")
+def each_package_imports_only_what_the_table_says(file: Path) -> Iterator[str]:
     package = package_of(file)
     if package == ".":
         return  # each file of peerd's top folder is a layer of its own
     for other in files_imported(file):
         theirs = package_of(other)
-        if theirs.partition("/")[0] == package.partition("/")[0] and theirs != package:
-            assert theirs in PACKAGES.get(package, set()), f"{name_of(file)} imports {name_of(other)}"
+        same_layer = theirs.partition("/")[0] == package.partition("/")[0]
+        if same_layer and theirs not in {package} | PACKAGES.get(package, set()):
+            yield f"1 imports {name_of(other)}"
 
 
 def in_a_circle() -> list[str]:
@@ -225,48 +188,51 @@ def test_a_public_class_name_stands_for_one_thing() -> None:
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
 
 
-@pytest.mark.parametrize("file", sources("roles"), ids=name_of)
-def test_a_role_sees_only_its_contract_compute_and_core(file: Path) -> None:
+@rule("roles")
+def a_role_sees_only_its_contract_compute_and_core(file: Path) -> Iterator[str]:
     allowed = {f"peerd.{name}" for name in ROLE_IMPORTS}
     others = {target.partition(":")[0] for target in entry_points().values()}
     for line, module in imported(file):
-        where = f"{name_of(file)}:{line} imports {module}"
-        assert not module.startswith("peerd") or under(module, allowed), f"{where}; a role may not"
-        assert module not in others, f"{where}; roles never import each other"
+        if module.startswith("peerd.") and not under(module, allowed):
+            yield f"{line} imports {module}; a role may not"
+        if module in others:
+            yield f"{line} imports {module}; roles never import each other"
 
 
 def test_every_file_has_a_layer() -> None:
     assert {layer_of(file) for file in sources("peerd")} <= set(LAYERS)
 
 
-@pytest.mark.parametrize("file", sources("peerd/core", "peerd/machine"), ids=name_of)
-def test_cores_draw_no_randomness_of_their_own(file: Path) -> None:
+@rule("peerd/core", "peerd/machine")
+def cores_draw_no_randomness_of_their_own(file: Path) -> Iterator[str]:
     """`random.Random` is a type there: the stream itself comes from outside."""
     for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             used = f"{node.value.id}.{node.attr}"
-            assert used != "os.urandom", f"{name_of(file)}:{node.lineno} uses {used}"
-            assert node.value.id != "random" or node.attr == "Random", f"{name_of(file)}:{node.lineno} uses {used}"
-        if isinstance(node, ast.Call):
-            assert ast.unparse(node.func) != "random.Random", f"{name_of(file)}:{node.lineno} seeds its own stream"
+            if used == "os.urandom" or (node.value.id == "random" and node.attr != "Random"):
+                yield f"{node.lineno} uses {used}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "random.Random":
+            yield f"{node.lineno} seeds its own stream"
         if isinstance(node, ast.ImportFrom) and node.module == "random":
-            assert {alias.name for alias in node.names} <= {"Random"}, f"{name_of(file)}:{node.lineno}"
+            yield from (f"{node.lineno} imports random.{a.name}" for a in node.names if a.name != "Random")
 
 
-@pytest.mark.parametrize("file", sources("peerd", "roles", "scripts", "tests"), ids=name_of)
-def test_files_and_functions_stay_small(file: Path) -> None:
+@rule("peerd", "roles", "scripts", "tests")
+def files_and_functions_stay_small(file: Path) -> Iterator[str]:
     lines = len(file.read_text("utf-8").splitlines())
-    assert lines <= FILE_LINES, f"{name_of(file)} has {lines} lines; cut it in two"
+    if lines > FILE_LINES:
+        yield f"1 has {lines} lines; cut it in two"
     for node in ast.walk(parsed(file)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             size = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert size <= FUNCTION_LINES, f"{name_of(file)}:{node.lineno} {node.name} has {size} lines"
+            if size > FUNCTION_LINES:
+                yield f"{node.lineno} {node.name} has {size} lines"
 
 
-@pytest.mark.parametrize("file", sources("peerd", "roles", "scripts", "tests"), ids=name_of)
-def test_every_file_says_what_it_is_for(file: Path) -> None:
-    header = ast.get_docstring(parsed(file)) or ""
-    assert len(header) > 20, f"{name_of(file)} begins without saying what it is for"
+@rule("peerd", "roles", "scripts", "tests")
+def every_file_says_what_it_is_for(file: Path) -> Iterator[str]:
+    if len(ast.get_docstring(parsed(file)) or "") <= 20:
+        yield "1 begins without saying what it is for"
 
 
 def event_names(file: Path) -> Iterator[tuple[int, str]]:
@@ -284,16 +250,18 @@ def event_names(file: Path) -> Iterator[tuple[int, str]]:
                     yield node.lineno, str(choice.value)
 
 
-@pytest.mark.parametrize("file", sources("peerd", "roles"), ids=name_of)
-def test_events_are_named_by_subject_and_verb(file: Path) -> None:
+@rule("peerd", "roles")
+def events_are_named_by_subject_and_verb(file: Path) -> Iterator[str]:
     for line, name in event_names(file):
-        assert EVENT_NAME.fullmatch(name), f"{name_of(file)}:{line} logs {name!r}; name it subject.verb"
+        if not EVENT_NAME.fullmatch(name):
+            yield f"{line} logs {name!r}; name it subject.verb"
 
 
-@pytest.mark.parametrize("file", sources("peerd", "roles"), ids=name_of)
-def test_nothing_is_left_for_later(file: Path) -> None:
-    found = re.search(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", file.read_text("utf-8"))
-    assert found is None, f"{name_of(file)}: {found}"
+@rule("peerd", "roles")
+def nothing_is_left_for_later(file: Path) -> Iterator[str]:
+    for line, text in enumerate(file.read_text("utf-8").splitlines(), 1):
+        if found := re.search(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", text):
+            yield f"{line} says {found[0]}"
 
 
 def test_every_bound_has_its_reason_and_is_kept_somewhere() -> None:
@@ -326,16 +294,24 @@ def test_only_the_supervisors_catch_everything() -> None:
     assert not wrong, f"broad excepts (a supervisor has exactly so many, nobody else any): {wrong}"
 
 
-@pytest.mark.parametrize("file", sources("peerd", "roles"), ids=name_of)
-def test_nothing_is_unpickled_or_evaluated(file: Path) -> None:
+@rule("peerd", "roles")
+def nothing_is_unpickled_or_evaluated(file: Path) -> Iterator[str]:
     for line, module in imported(file):
-        assert not under(module, UNSAFE_MODULES), f"{name_of(file)}:{line} imports {module}"
+        if under(module, UNSAFE_MODULES):
+            yield f"{line} imports {module}"
     for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            assert called not in UNSAFE_CALLS | {"torch.load", "torch.save", "yaml.load"}, f"{name_of(file)}: {called}"
-            pickles = [word for word in node.keywords if word.arg == "allow_pickle"]
-            assert not pickles, f"{name_of(file)}:{node.lineno} allows pickle"
+            if (called := ast.unparse(node.func)) in UNSAFE_CALLS | {"torch.load", "torch.save", "yaml.load"}:
+                yield f"{node.lineno} calls {called}"
+            if any(word.arg == "allow_pickle" for word in node.keywords):
+                yield f"{node.lineno} allows pickle"
+
+
+@pytest.mark.parametrize(("folders", "look"), RULES)
+def test_every_file_keeps_the_rule(folders: tuple[str, ...], look: Rule) -> None:
+    files = sources(*folders)
+    assert files
+    assert [f"{name_of(file)}:{wrong}" for file in files for wrong in look(file)] == []
 
 
 def test_the_command_line_does_not_grow() -> None:
