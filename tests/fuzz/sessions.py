@@ -34,11 +34,12 @@ from peerd.service.rpc.rpc import Rpc
 from peerd.sim.clock import run_virtual
 from peerd.sim.memory import MemoryListener
 from peerd.sim.simnet import NetConfig
+from tests.kit.amount import ALL
 from tests.kit.hostile import Hostile
 from tests.kit.hosts import Hosts, ask, echo, running_hosts
 from tests.kit.virtual import addr_of, transport
 
-COUNT = int(os.environ.get("PEERD_FUZZ_SESSIONS", "500"))  # of all points together; `make fuzz` says 20,000
+QUICK_COUNT = 500  # sessions of all points together, in a run that is not of everything
 STEPS_MAX = 12
 PER_HOST = 500  # sessions that one host takes
 WITHIN_S = 60.0  # virtual: until a link that is broken, or left by its peer, is gone
@@ -50,6 +51,11 @@ LENT = (Means.RECEIVING, Means.ANSWERS, Means.STREAMS, Means.CALLS, Means.LINKS)
 
 Talk = Callable[[random.Random], Callable[[], bytes]]  # of one session: makes plaintext after plaintext
 Reach = Callable[["Stage"], Awaitable[Sequence[Hostile]]]
+
+
+def session_count(everything: int) -> int:
+    """Number of sessions: `everything` in a run of everything, unless PEERD_FUZZ_SESSIONS gives another number."""
+    return int(os.environ.get("PEERD_FUZZ_SESSIONS", everything if ALL else QUICK_COUNT))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from peerd.sim.clock import run_virtual
 from tests.fuzz import access_points, expert_points, handover_points
 from tests.fuzz.expert_scene import expert_host
 from tests.fuzz.service_points import POINTS
 from tests.fuzz.service_scene import services
-from tests.fuzz.sessions import COUNT, Point, Scene, draw, first_failure, reach
+from tests.fuzz.sessions import Point, Scene, draw, first_failure, reach, session_count
+from tests.kit.amount import ALL
 
-SHARDS = max(5, COUNT // 500)  # for several processes, and none of them takes long
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+COUNT = session_count(5_000)
+SHARDS = 10 if ALL else 5  # none of them takes long
 
 
 @pytest.mark.slow

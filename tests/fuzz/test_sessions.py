@@ -12,10 +12,12 @@ from peerd.net.host.host import Host
 from peerd.net.link.stream import Stream
 from peerd.sim.clock import run_virtual
 from tests.fuzz import session_points
-from tests.fuzz.sessions import COUNT, POINTS, SERVING, Point, Stage, draw, first_failure, reach, stage
+from tests.fuzz.sessions import POINTS, SERVING, Point, Stage, draw, first_failure, reach, session_count, stage
+from tests.kit.amount import ALL
 from tests.kit.hostile import Hostile
 
-SHARDS = max(5, COUNT // 1000)  # for several processes, and none of them takes long
+COUNT = session_count(20_000)
+SHARDS = 20 if ALL else 5  # none of them takes long
 assert session_points.__name__  # its points have joined by importing
 
 
