@@ -13,6 +13,7 @@ from pathlib import Path
 
 from scripts.peerd_process import PeerdProcess
 from scripts.waiting import eventually
+from tests.kit import prefork
 
 LISTEN = "/ip4/127.0.0.1/tcp/0"
 TINY = """\
@@ -70,7 +71,7 @@ class Processes:
         self.all: list[Process] = []
 
     def start(self, name: str, *arguments: str) -> Process:
-        process = Process(name, self.folder, arguments)
+        process = Process(name, self.folder, arguments, prefork.start)
         self.all.append(process)
         return process
 
