@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts.waiting import eventually
-from tests.kit.processes import Process, Processes, processes, run_file
+from tests.kit.processes import LISTEN, Process, Processes, processes, run_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
 
@@ -93,44 +93,43 @@ def announced(process: Process) -> set[str]:
 
 
 @pytest.mark.thorough
-def test_a_run_that_lost_all_its_peers_goes_on_from_what_a_backbone_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("disks_are_lost", [False, True], ids=["from its checkpoints", "from what a backbone kept"])
+def test_a_swarm_that_was_killed_goes_on(tmp_path: Path, disks_are_lost: bool) -> None:
     file = run_file(tmp_path)
-    with processes(tmp_path) as started:
-        backbone, _, trainer = swarm(started, file)
-        reaches(trainer, 5)
-        soon(lambda: bool(backbone.role().get("kept_steps")), "the backbone keeps nothing", 90.0)
-        for process in started.all:
-            process.popen.kill()
-        for process in started.all:
-            process.popen.wait()
-    for process in started.all:
-        if process is not backbone:
-            shutil.rmtree(process.data_dir)
-        process.log.unlink()
     with processes(tmp_path) as started:
         backbone, peers, trainer = swarm(started, file)
-        for peer in peers:
-            peer.wait_for("checkpoint.recalled")
-            peer.wait_for("stage.restored")
-        kept = max(backbone.role()["kept_steps"])
-        assert kept >= 2
-        reaches(trainer, kept + 3)
-
-
-@pytest.mark.thorough
-def test_a_whole_swarm_that_was_killed_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
-    file = run_file(tmp_path)
-    with processes(tmp_path) as started:
-        _, peers, trainer = swarm(started, file)
         reaches(trainer, 5)
+        soon(lambda: bool(backbone.role().get("kept_steps")), "the backbone keeps nothing", 90.0)
         saved = [max(peer.role()["saved_steps"]) for peer in peers]
         for process in started.all:
             process.popen.kill()
         for process in started.all:
             process.popen.wait()
+    for process in started.all:
+        if process is not backbone and disks_are_lost:
+            shutil.rmtree(process.data_dir)
+        process.log.unlink()
     with processes(tmp_path) as started:
-        _, peers, trainer = swarm(started, file)
+        backbone, peers, trainer = swarm(started, file)
         for peer in peers:
             peer.wait_for("stage.restored")
-        reaches(trainer, max(saved) + 3)
-        assert min(saved) >= 2
+            assert "checkpoint.recalled" in peer.said or not disks_are_lost
+        kept = max(backbone.role()["kept_steps"] if disks_are_lost else saved)
+        assert kept >= 2
+        reaches(trainer, kept + 3)
+
+
+@pytest.mark.thorough
+def test_one_process_with_every_role_begins_a_run(tmp_path: Path) -> None:
+    with processes(tmp_path) as started:
+        file = run_file(tmp_path)
+        roles = [text for role in ("aux", "trainer", "backbone", "stage") for text in ("--role", role)]
+        first = started.start("first", "join", *roles, "--model", str(file), "--listen", LISTEN)
+        for number in range(2):
+            started.join(f"other-{number}", "stage", file, first.address())
+
+        def steps() -> list[int]:
+            return [int(role.get("step") or 0) for role in first.status().get("roles") or []]
+
+        first.wait_until(lambda: max(steps(), default=0) >= 5, "it does not train", 90.0)
+        assert "role.failed" not in first.said

@@ -24,15 +24,16 @@ def test_a_watcher_sees_a_loss_its_reason_and_the_recovery(tmp_path: Path) -> No
         trainer = watcher.start(
             f"peerd join --role trainer --model {file} --bootstrap {addr} --listen {LISTEN} --data-dir trainer"
         )
+        peers = []
         for stage in (0, 1):
             pinned = run_file(tmp_path, f"limits: {{stage: {stage}}}\n", f"stage{stage}.yaml")
-            started.join(f"stage{stage}", "stage", pinned, addr)
+            peers.append(started.join(f"stage{stage}", "stage", pinned, addr))
         assert eventually(lambda: step(watcher) >= 4, 60), trainer.said
         first = watcher.run("peerd status --data-dir trainer").text
         assert "stands still" not in first
         assert "stage" in first
 
-        started.all[-1].popen.kill()  # the only peer of stage 1
+        peers[1].popen.kill()  # the only peer of stage 1
         seen: list[str] = []
 
         def says_why() -> bool:
@@ -45,9 +46,12 @@ def test_a_watcher_sees_a_loss_its_reason_and_the_recovery(tmp_path: Path) -> No
         assert still["swarm"]["samples_per_s"] == 0
         before = int(still["swarm"]["step"])
 
-        started.join("newcomer", "stage", file, addr)
+        newcomer = started.join("newcomer", "stage", file, addr)
         assert eventually(lambda: step(watcher) >= before + 3, 90), trainer.said
         assert "stands still" not in watcher.run("peerd status --data-dir trainer").text
+        newcomer.wait_for('stage.chosen role=stage stage=1 why="it has no peer"')
+        peers[0].wait_for("warning: conductor.noted role=stage")
+        peers[0].wait_for("stage 1 was lost with its last peer: the swarm goes back from step")
         assert "Traceback" not in trainer.said
 
 
