@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from peerd.demo import tether
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket]
 TRAP = "raise SystemExit('imported ' + __file__)\n"
@@ -50,14 +47,6 @@ def test_a_folder_roles_without_a_package_in_it_does_no_harm(tmp_path: Path, mon
         assert (ended.returncode, "needs a run file: add --model FILE" in ended.stderr) == (2, True), ended.stderr
 
 
-def test_the_demos_processes_import_nothing_from_where_it_is_started(odd: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    child = tether.start(["join", "--role", "stage"], log, {})
-    with child:
-        assert child.wait(200) == 2
-    assert log.read_text() == NEEDS_A_FILE
-
-
 def test_a_local_file_named_like_an_installed_module_is_named(odd: Path) -> None:
     ended = run("-m", "peerd", "join", "--role", "platform:Role")
     assert ended.returncode == 2
@@ -69,15 +58,6 @@ def test_a_role_of_ones_own_is_found_beside_such_files_and_its_mistakes_have_a_l
     ended = run("-m", "peerd", "join", "--role", "mine:Role")
     says = f"role 'mine:Role': module mine can't be loaded: ZeroDivisionError: division by zero ({odd}/mine.py, line 4)"
     assert (ended.returncode, ended.stderr) == (2, f"peerd: {says}\n")
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(600)
-def test_the_demo_trains_there(odd: Path) -> None:
-    command = [sys.executable, "-m", "peerd", "demo", "--calm", "--steps", "4", "--json", "--data-dir", str(odd / "d")]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout.splitlines()[-1])["steps"] == 4
 
 
 @pytest.mark.parametrize(
