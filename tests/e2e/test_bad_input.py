@@ -296,39 +296,6 @@ def test_a_peer_whose_run_file_differs_is_told_which_key(tmp_path: Path) -> None
         assert first.popen.poll() is None
 
 
-def words(folder: Path, word: str) -> Path:
-    """A tokenizer of three tokens, one of them this word."""
-    tokenizers, models = pytest.importorskip("tokenizers"), pytest.importorskip("tokenizers.models")
-    folder.mkdir()
-    made = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, word: 1, "</s>": 2}, unk_token="[UNK]"))
-    made.pre_tokenizer = pytest.importorskip("tokenizers.pre_tokenizers").Whitespace()
-    made.save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json"
-
-
-@pytest.mark.slow
-@pytest.mark.socket
-@pytest.mark.thorough
-def test_a_peer_with_another_tokenizer_of_the_same_name_is_told_so_in_one_sentence(tmp_path: Path) -> None:
-    with processes(tmp_path) as started:
-        addr = started.backbone().address()
-        runs = []
-        for word in ("quick", "brown"):
-            file = run_file(tmp_path, name=f"{word}.yaml")
-            file.write_text(file.read_text().replace("{d_model", f"{{vocab: {words(tmp_path / word, word)}, d_model"))
-            runs.append(file)
-        first = started.join("first", "stage", runs[0], addr)
-        first.wait_for("role.started role=stage")
-        second = started.join("second", "trainer", runs[1], addr)
-        assert second.popen.wait(200) == 2, second.said
-        last = second.said.splitlines()[-1]
-        own = f"model.vocab: {tmp_path}/brown/tokenizer.json differs from the run's (sha256 "
-        assert last.startswith(f"peerd: run 'e2e' is on its way with other settings: {own}")
-        assert second.said.count("differs") == 1
-        assert "Traceback" not in second.said
-        assert first.popen.poll() is None
-
-
 @pytest.mark.slow
 @pytest.mark.socket
 def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
