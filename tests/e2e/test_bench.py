@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,46 +13,54 @@ import torch
 from peerd.core.blockwise import CODES
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+Run = Callable[[str], dict[str, Any]]
 TRANSPORT = {"stream_mb_s", "raw_tcp_mb_s", "noise_frames_mb_s", "cpu_s_per_gb", "call_ms_median", "calls_per_s_64"}
+
+
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a benchmark: its figures, and under "printed" the table that people read."""
+
+    def run(name: str) -> dict[str, Any]:
+        import bench
+
+        monkeypatch.setattr("sys.argv", ["bench.py", name, "--json"])
+        assert bench.main() == 0
+        printed = capsys.readouterr()
+        return {**json.loads(printed.out.splitlines()[-1]), "printed": printed.err}
+
+    return run
 
 
 @pytest.mark.slow
 @pytest.mark.socket
 @pytest.mark.alone
-def test_the_transport_benchmark_prints_its_figures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import bench
+def test_the_transport_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     from benchmarks import transport
 
     few = transport.Sizes(rounds=1, bulk_bytes=4 << 20, calls=5, flood_s=0.05)
     monkeypatch.setattr(transport, "QUICK", few)
-    monkeypatch.setattr("sys.argv", ["bench.py", "transport", "--json"])
-    assert bench.main() == 0
-    printed = capsys.readouterr()
-    found: dict[str, Any] = json.loads(printed.out.splitlines()[-1])
+    found = run("transport")
     assert found.keys() >= TRANSPORT
     assert all(found[key] > 0 for key in TRANSPORT)
     assert found["stream_over_raw"] == pytest.approx(found["stream_mb_s"] / found["raw_tcp_mb_s"], rel=1e-3)
-    assert "plain trio TCP" in printed.err
+    assert "plain trio TCP" in found["printed"]
 
 
 @pytest.mark.slow
 @pytest.mark.socket
 @pytest.mark.alone
-def test_the_grids_benchmark_prints_its_figures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import bench
+def test_the_grids_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     from benchmarks import grids
 
     monkeypatch.setattr(grids, "COUNTS", (5,))
     monkeypatch.setattr(grids, "MEASURED", ((1000, False), (1000, True)))
-    monkeypatch.setattr("sys.argv", ["bench.py", "grids", "--json"])
-    assert bench.main() == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = run("grids")
     assert found["cpu_5_1000_flat_ms"] > 0
     assert (found["links_64_flat"], found["links_64_grid"]) == (63, 14)
     assert found["model_128_at_1000_grid_s"] < found["model_128_at_1000_flat_s"]
@@ -62,21 +71,14 @@ def absent(_count: int, _rounds: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_quantize_benchmark_prints_its_figures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import bench
+def test_the_quantize_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     from benchmarks import quantize
 
     cpu = {"rounds": 2, "large": 1 << 15, "small": 1 << 12, "small_repeats": 1, "slow_rounds": 1, "call_batches": 2}
     few = quantize.Sizes(**cpu, coded=1 << 15, gpu=1 << 20, gpu_rounds=1, gpu_repeats=1)
     monkeypatch.setattr(quantize, "QUICK", few)
     monkeypatch.setattr(quantize, "OTHERS", {"nobody": absent})
-    monkeypatch.setattr("sys.argv", ["bench.py", "quantize", "--json"])
-    assert bench.main() == 0
-    printed = capsys.readouterr()
-    found: dict[str, Any] = json.loads(printed.out.splitlines()[-1])
+    found = run("quantize")
     assert found["memcpy_gb_s"] > 0
     assert list(found["cpu"]) == list(found["cpu_small"]) == list(CODES)
     for rates in found["cpu"].values():
@@ -85,12 +87,11 @@ def test_the_quantize_benchmark_prints_its_figures(
     assert (found["cuda"] is None) == (not torch.cuda.is_available())
     assert found["nobody"] is None
     assert "pip install" in found["nobody_missing"]
-    assert "dynamic8/256 quantize / copy" in printed.err
+    assert "dynamic8/256 quantize / copy" in found["printed"]
 
 
 def test_the_quantize_benchmark_holds_a_gpu_to_the_bytes_that_must_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arithmetic, on a CPU and with made-up times: a device that moves 1 GB/s whatever it does."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
     from benchmarks import _quantize_beside, _quantize_cuda, quantize
 
     def times(ways: dict[str, Any], _rounds: int, _repeats: int) -> dict[str, float]:
@@ -117,17 +118,11 @@ def test_the_quantize_benchmark_holds_a_gpu_to_the_bytes_that_must_move(monkeypa
 
 
 @pytest.mark.slow
-def test_the_gradients_benchmark_prints_its_figures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import bench
+def test_the_gradients_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     from benchmarks import gradients
 
     monkeypatch.setattr(gradients, "QUICK", gradients.Sizes(rounds=1, steps=3, samples=8, valid_samples=8))
-    monkeypatch.setattr("sys.argv", ["bench.py", "gradients", "--json"])
-    assert bench.main() == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = run("gradients")
     names = ["none", "int8", "int4", "powersgd_1", "powersgd_4", "powersgd_16"]
     assert found.keys() >= {f"{name}_{what}" for name in names for what in ("bytes", "ms", "loss")}
     assert found["int8_bytes"] == pytest.approx(found["none_bytes"] * 1.0625 / 4, rel=1e-3)
@@ -139,7 +134,6 @@ def test_the_gradients_benchmark_prints_its_figures(
 def test_the_benchmarks_are_listed_with_what_they_measure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
     import bench
 
     monkeypatch.setattr("sys.argv", ["bench.py"])
