@@ -15,6 +15,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -54,6 +55,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "peerd", derandomize=not given, deadline=None, print_blob=True, max_examples=examples(100)
     )
     hypothesis.settings.load_profile("peerd")
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if worker and [(config.rootpath / arg).resolve() for arg in config.args] == [Path(__file__).resolve().parent]:
+        count = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        config.args = [str(path) for path in schedule.collection_order(Path(__file__).parent, int(worker), count)]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.choice import selection
 from tests.choice.durations import LISTED_S, Durations, read_table, table_of
 from tests.choice.imports import ROOT, distances, sources
-from tests.choice.schedule import arrange, plain_id
+from tests.choice.schedule import arrange, collection_order, plain_id
 from tests.choice.slices import MOST, Slice, Weighed, parse_slice, slice_numbers
 from tests.choice.touched import Candidate, changed_files, choose, nearness
 
@@ -149,3 +149,9 @@ def test_a_table_has_the_longest_run_of_each_long_test_and_one_mean_of_the_other
 def test_the_committed_table_can_be_read_and_leaves_a_mean_for_new_tests() -> None:
     table = read_table()
     assert 0 < table["tests/test_new.py::test_nobody_has_measured"] < LISTED_S
+
+
+def test_processes_collect_the_same_files_and_begin_at_different_ones() -> None:
+    orders = [collection_order(ROOT / "tests", number, 3) for number in range(3)]
+    assert orders[0] == sorted(orders[1]) == sorted(orders[2])
+    assert len({order[0] for order in orders}) == 3
