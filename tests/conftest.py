@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tests.kit.exact import Batches
 
 
+WHOLE = pytest.StashKey[bool]()  # no files are named
 SAID = pytest.StashKey[list[str]]()  # what was chosen, and what was left out
 DEFAULT_SEED = 17  # fixed: a run of the suite can be repeated as it is
 
@@ -55,17 +56,18 @@ def pytest_configure(config: pytest.Config) -> None:
         "peerd", derandomize=not given, deadline=None, print_blob=True, max_examples=examples(100)
     )
     hypothesis.settings.load_profile("peerd")
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
-    if worker and [(config.rootpath / arg).resolve() for arg in config.args] == [Path(__file__).resolve().parent]:
+    folder = Path(__file__).resolve().parent
+    config.stash[WHOLE] = [(config.rootpath / arg).resolve() for arg in config.args] == [folder]
+    if config.stash[WHOLE] and (worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")):
         count = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-        config.args = [str(path) for path in schedule.collection_order(Path(__file__).parent, int(worker), count)]
+        config.args = [str(path) for path in schedule.collection_order(folder, int(worker), count)]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take the tests of this run, and put them in order."""
     table = durations.read_table()
-    chosen = select(items, table)
+    chosen = select(items, table, config.stash[WHOLE])
     run = {item.nodeid for item in chosen.run}
     if left := [item for item in items if item.nodeid not in run]:
         config.hook.pytest_deselected(items=left)

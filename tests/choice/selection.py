@@ -10,11 +10,13 @@ import pytest
 from tests.choice import passed
 from tests.choice.durations import Durations
 from tests.choice.imports import ROOT
+from tests.choice.properties import shown_in_quick_runs
 from tests.choice.schedule import ALONE, plain_id, workers
 from tests.choice.slices import Slice, Weighed, parse_slice, slice_numbers
 from tests.choice.touched import BUDGET_S, HOURS, Candidate, changed_files, choose, nearness
 from tests.kit.amount import ALL
 
+LONG: Final = {"thorough", "lab", "interop"}
 NAMED_MOST: Final = 5  # tests that a message names
 
 
@@ -25,11 +27,14 @@ class Selection(NamedTuple):
     said: list[str]
 
 
-def select(items: Sequence[pytest.Item], durations: Durations) -> Selection:
-    """The tests of this run, by the environment (see `tests/README.md`)."""
+def select(items: Sequence[pytest.Item], durations: Durations, whole: bool) -> Selection:
+    """The tests of this run, by the environment (see `tests/README.md`).
+
+    `whole`: no files are named. Named files run with their slow tests; long ones run only if nothing else is named.
+    """
     if not ALL:
-        quick = [item for item in items if item.get_closest_marker("thorough") is None]
-        return Selection(quick or list(items), [] if quick else ["only thorough tests were named: they run"])
+        quick = [item for item in items if (is_quick(item) if whole else not marks_of(item) & LONG)]
+        return Selection(quick or list(items), [] if quick else ["only long tests are named: all run"])
     fresh = [item for item in items if not passed.before(item)]
     said = [f"passed before: {len(items) - len(fresh)} tests"] if len(fresh) < len(items) else []
     if BUDGET_S:
@@ -41,9 +46,20 @@ def select(items: Sequence[pytest.Item], durations: Durations) -> Selection:
     return Selection(found.run, said + found.said)
 
 
+def is_quick(item: pytest.Item) -> bool:
+    """True for a test of `make test`: one that takes no time, or shows a property of the table in `tests/README.md`."""
+    marks = marks_of(item)
+    return not marks & LONG and ("slow" not in marks or item.nodeid.partition("[")[0] in shown_in_quick_runs())
+
+
+def marks_of(item: pytest.Item) -> set[str]:
+    """Names of a test's marks, those of its module included."""
+    return {mark.name for mark in item.iter_markers()}
+
+
 def weigh(item: pytest.Item, durations: Durations) -> Weighed:
     """A test as slices weigh it."""
-    repeated = item.get_closest_marker("thorough") is None and not passed.grows(item)
+    repeated = is_quick(item) and not passed.grows(item)
     return Weighed(plain_id(item.nodeid), wall_s(item, durations), repeated)
 
 

@@ -8,26 +8,17 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from typing import Final, NamedTuple, get_args, get_type_hints
+from typing import Final, get_args, get_type_hints
 
 import pytest
 
 from peerd.core.run.runfile import AveragingSection, BoundarySection, ExpertsSection
 from tests.choice.imports import ROOT, entry_points, parsed
+from tests.choice.properties import EVERYTHING, QUICK, Property, read_table
 from tests.test_house import FLAGS
 
 PAGE: Final = (ROOT / "tests/README.md").read_text("utf-8")
-QUICK: Final = "| property | test |\n|---|---|\n"
-EVERYTHING: Final = "| shown only in a run of everything | test |\n|---|---|\n"
-ROW: Final = re.compile(r"\| (?:\*\*[^*]+\.\*\* )?(?P<property>[^|]+) \| `(?P<test>tests/[\w/]+\.py::test_\w+)` \|")
 LEFT_OUT: Final = {"thorough", "lab", "interop"}  # marks of tests that `make test` leaves out
-
-
-class Row(NamedTuple):
-    """A property and the id of the test that shows it."""
-
-    property: str
-    test: str
 
 
 def marks_in(node: ast.AST) -> set[str]:
@@ -60,20 +51,18 @@ def names_due() -> set[str]:
 def faults_of(page: str) -> list[str]:
     """What is wrong with the tables of a page."""
     faults: list[str] = []
-    rows: list[Row] = []
+    rows: list[Property] = []
     for head in (QUICK, EVERYTHING):
-        lines = page.partition(head)[2].partition("\n\n")[0].splitlines()
-        found = [(line, ROW.fullmatch(line)) for line in lines]
-        faults += [f"no row: {line}" for line, match in found if match is None]
-        here = [Row(**match.groupdict()) for _, match in found if match is not None]
-        rows += here
-        for test in (row.test for row in here):
+        table = read_table(head, page)
+        faults += [f"no row: {line}" for line in table.faulty]
+        rows += table.rows
+        for test in (row.test for row in table.rows):
             if (marks := marks_of(test)) is None:
                 faults.append(f"no test: {test}")
             elif bool(marks & LEFT_OUT) is (head == QUICK):
                 faults.append(f"wrong table: {test}")
     faults += [f"twice: {cell}" for cell, count in Counter(cell for row in rows for cell in row).items() if count > 1]
-    named = {name for row in rows for name in re.findall("`([^`]+)`", row.property)}
+    named = {name for row in rows for name in re.findall("`([^`]+)`", row.text)}
     return faults + [f"not named: {name}" for name in sorted(names_due() - named)]
 
 
