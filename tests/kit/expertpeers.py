@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
@@ -21,7 +21,7 @@ from peerd.role import RoleContext
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import VaultDisk, digests_of
 from peerd.service.peer_stack import PeerStack, peer_stack
-from peerd.sim.clock import SimClock
+from peerd.sim.clock import SimClock, run_virtual
 from peerd.sim.simnet import SimNet
 from peerd.training.expert.adoption import Adoption
 from peerd.training.expert.checkpoints import ExpertCheckpoints
@@ -30,8 +30,11 @@ from tests.kit.hosts import keypair
 from tests.kit.virtual import addr_of, running_net, transport
 from tests.kit.workers import InlineWorker
 
+T = TypeVar("T")
+
 MIB = 1 << 20
 ANNOUNCE_S = 10.0
+STATE_BYTES = 2 * MIB  # the most that a state of a made-up expert takes
 
 
 def expert_run(**section: Any) -> RunFile:
@@ -82,13 +85,13 @@ class ExpertPeer:
 
 
 class MadeUpExpert:
-    """A state of text and a version; "NaN" does not load."""
+    """A state of text and a version, `size` bytes long; "NaN" does not load."""
 
     def __init__(self, uid: Uid, seed: str = "anew") -> None:
-        self.uid, self.seed, self.version = uid, seed, 0
+        self.uid, self.seed, self.version, self.size = uid, seed, 0, 1000
 
     def snapshot(self) -> bytes:
-        return f"{self.uid}|{self.seed}|{self.version}|".encode().ljust(MIB + 9, b".")
+        return f"{self.uid}|{self.seed}|{self.version}|".encode().ljust(self.size, b".")
 
     def load(self, data: bytes | bytearray) -> None:
         uid, seed, version, _ = data.split(b"|")
@@ -96,7 +99,7 @@ class MadeUpExpert:
             raise ValueError("it holds NaN")
         if uid.decode() != str(self.uid):
             raise ValueError("it is another expert's")
-        self.seed, self.version = seed.decode(), int(version)
+        self.seed, self.version, self.size = seed.decode(), int(version), len(data)
 
 
 @dataclass
@@ -129,12 +132,12 @@ class MadeUpHost:
             worker=lambda _: InlineWorker(),
         )
         self.checkpoints = ExpertCheckpoints(ctx, peer.vault, self)
-        self.adoption = Adoption(ctx, peer.vault, self, self.checkpoints, state_bytes=4 * MIB)
+        self.adoption = Adoption(ctx, peer.vault, self, self.checkpoints, state_bytes=STATE_BYTES)
         peer.tasks += [self.announce_all, self.checkpoints.run, self.adoption.run]
         self.held: set[Uid] = set()  # of which no updates are made
         self.sample_s = 0.0
         if shares:
-            self.sharing = ExpertSharing(ctx, peer.vault, self, self.checkpoints, state_bytes=4 * MIB)
+            self.sharing = ExpertSharing(ctx, peer.vault, self, self.checkpoints, state_bytes=STATE_BYTES)
             peer.tasks.append(self.sharing.run)
 
     def begin(self, uid: Uid, seed: str = "anew", generation: int = 0) -> MadeUpExpert:
@@ -241,9 +244,26 @@ class ExpertSwarm:
         await peer.stack.dht.put(prefix_key(self.run.run, prefix), encode(announced), ttl_s=60.0)
 
 
+async def until(condition: Callable[[], bool], within_s: float) -> None:
+    """Wait until `condition` is true; fails when it is not after so many seconds."""
+    with trio.fail_after(within_s):
+        while not condition():
+            await trio.sleep(0.5)
+
+
 @asynccontextmanager
 async def expert_swarm(root: Path, run: RunFile | None = None) -> AsyncIterator[ExpertSwarm]:
     with trio.fail_after(100_000):
         async with running_net() as net, trio.open_nursery() as nursery:
             yield ExpertSwarm(run or expert_run(), root, net, nursery)
             nursery.cancel_scope.cancel()
+
+
+def in_expert_swarm(scene: Callable[[ExpertSwarm], Awaitable[T]], root: Path, run: RunFile | None = None) -> T:
+    """What `scene` returns, run in a swarm under a virtual clock of its own."""
+
+    async def whole() -> T:
+        async with expert_swarm(root, run) as swarm:
+            return await scene(swarm)
+
+    return run_virtual(whole, seed=1)

@@ -19,9 +19,9 @@ from tests.kit.expertpeers import ANNOUNCE_S, ExpertSwarm, MadeUpHost, expert_ru
 
 pytestmark = pytest.mark.slow  # many periods of several peers
 
-RUN = expert_run(checkpoint_updates=10, checkpoint_s=5)
+RUN = expert_run(grid=[3, 4], checkpoint_updates=10, checkpoint_s=5)
 UIDS = [Uid(0, (i, j)) for i in range(2) for j in range(4)]
-A = UIDS[0]
+A, OTHER = UIDS[0], Uid(0, (2, 3))
 
 
 async def full_host(swarm: ExpertSwarm, name: str = "full") -> MadeUpHost:
@@ -138,18 +138,18 @@ async def asked_to_take(swarm: ExpertSwarm, caller: Any, host: MadeUpHost, body:
 async def test_a_host_takes_only_what_its_owner_hands_over(autojump_clock: MockClock, tmp_path: Path) -> None:
     async with expert_swarm(tmp_path, RUN) as swarm:
         full = await full_host(swarm, "full")
-        host = await swarm.host("host", Uid(0, (3, 3)), places=2, shares=True)
+        host = await swarm.host("host", OTHER, places=2, shares=True)
         host.sample_s = 0.01
         (thief,) = await swarm.start("thief")
         await trio.sleep(0.5)
-        forged = pointer_to(state(1), "full", RUN, A)
+        forged = pointer_to(state(1, 1000), "full", RUN, A)
         said = [await asked_to_take(swarm, thief, host, TakeOver(forged, 900, 0.01))]
-        mine = pointer_to(state(1), "thief", RUN, A, generation=3)
+        mine = pointer_to(state(1, 1000), "thief", RUN, A, generation=3)
         said.append(await asked_to_take(swarm, thief, host, TakeOver(mine, 900, 0.01)))
-        there = pointer_to(state(1), "thief", RUN, Uid(0, (3, 3)))
+        there = pointer_to(state(1, 1000), "thief", RUN, OTHER)
         said.append(await asked_to_take(swarm, thief, host, TakeOver(there, 900, 0.01)))
         said.append(await asked_to_take(swarm, thief, host, TakeOver(mine, 2, 0.01)))
-        huge = pointer_to(state(1), "thief", RUN, A, size_bytes=1 << 32)
+        huge = pointer_to(state(1, 1000), "thief", RUN, A, size_bytes=1 << 32)
         said.append(await asked_to_take(swarm, thief, host, TakeOver(huge, 900, 0.01)))
         for why, told in zip(
             [
@@ -163,7 +163,7 @@ async def test_a_host_takes_only_what_its_owner_hands_over(autojump_clock: MockC
             strict=True,
         ):
             assert why in told, told
-        assert list(host.experts) == [Uid(0, (3, 3))]
+        assert list(host.experts) == [OTHER]
         assert sorted(full.experts) == UIDS
 
 
@@ -210,7 +210,7 @@ async def test_a_state_that_does_not_load_is_named_and_its_owner_goes_on(
         for hosted in full.experts.values():
             hosted.model.seed = seed
             if seed == "another":
-                hosted.model.uid = Uid(0, (3, 3))
+                hosted.model.uid = OTHER
         newcomer = await swarm.host("newcomer", shares=True)
         await trio.sleep(3 * ANNOUNCE_S)
         assert newcomer.experts == {}
