@@ -247,7 +247,7 @@ class ExpertSwarm:
 async def until(condition: Callable[[], bool], within_s: float) -> None:
     """Wait until `condition` is true; fails when it is not after so many seconds."""
     with trio.fail_after(within_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - any condition, on state that nobody announces
             await trio.sleep(0.5)
 
 
