@@ -142,6 +142,13 @@ def _one_torch_thread() -> None:
         torch.manual_seed(_session_seed())
 
 
+@pytest.fixture(autouse=True)
+def _own_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the priority of this process: a command that a test runs here would lower it for all tests that follow."""
+    if hasattr(os, "setpriority"):
+        monkeypatch.setattr(os, "setpriority", lambda which, who, priority: None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     report = yield
