@@ -44,7 +44,8 @@ def shares_a_scene(item: pytest.Item) -> bool:
 
 
 def arrange(items: list[pytest.Item], durations: Durations) -> None:
-    """Put each test into its group, and the groups in order."""
+    """Put each test into its group, and the groups in order: the same one in whatever order files were collected."""
+    items.sort(key=lambda item: item.nodeid.partition("::")[0])
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if name := group_of(item):
