@@ -39,7 +39,7 @@ def documented_keys() -> set[str]:
 
 
 def pages() -> list[Path]:
-    tops = ("peerd", "roles", "configs", "scripts")
+    tops = ("peerd", "roles", "configs", "scripts", "tests")
     return [ROOT / "README.md", *sorted(page for top in tops for page in (ROOT / top).rglob("*.md"))]
 
 
