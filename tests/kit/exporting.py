@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import safetensors
 import torch
 
 from peerd.compute.checkpoint import Checkpoints
@@ -63,3 +68,59 @@ def logits(stages: Sequence[StageModule], tokens: torch.Tensor) -> torch.Tensor:
     for stage in stages:
         x = stage.forward(x)
     return x
+
+
+# No site-packages but those of torch and safetensors, no environment, no working directory.
+ALONE = """
+import json, sys, traceback
+sys.path[:0] = json.loads(sys.argv[1])
+try:
+    import peerd
+except ImportError:
+    pass
+else:
+    sys.exit("peerd can be imported")
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+def answer(folder, tokens):
+    sys.path.insert(0, folder)
+    try:
+        import model
+        gpt, encode, decode = model.load(Path(folder))
+        with torch.no_grad():
+            logits = gpt(torch.tensor(tokens))
+        text = decode(list(model.generate(gpt, encode("ab ba"), 30, temperature=0.9, top_k=20, seed=4)))
+        return logits.tolist(), text
+    except Exception:
+        return None, traceback.format_exc()
+    finally:
+        sys.path.remove(folder)
+        sys.modules.pop("model", None)
+for line in sys.stdin:
+    print(json.dumps(answer(*json.loads(line))), flush=True)
+"""
+
+Alone = Callable[[Path, torch.Tensor], tuple[torch.Tensor, str]]
+
+
+@contextmanager
+def process_without_peerd() -> Iterator[Alone]:
+    """A process that has no peerd, asked for the logits and the text of a folder's `model.py`."""
+    places = sorted({str(Path(package.__file__ or "").parent.parent) for package in (torch, safetensors)})
+    command = [sys.executable, "-I", "-S", "-c", ALONE, json.dumps(places)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        requests, answers = process.stdin, process.stdout
+        assert requests is not None
+        assert answers is not None
+
+        def ask(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
+            requests.write(json.dumps([str(folder), tokens.tolist()]) + "\n")
+            requests.flush()
+            line = answers.readline()
+            assert line, "the process has ended; its standard error says why"
+            found, text = json.loads(line)
+            assert found is not None, text
+            return torch.tensor(found, dtype=torch.float64), text
+
+        yield ask

@@ -24,9 +24,8 @@ from peerd.core.errors import ConfigError
 from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.service.experts.vault_disk import VaultDisk, digests_of
-from tests.compute.export.test_standalone import alone
 from tests.kit.expertpeers import pointer_to
-from tests.kit.exporting import make_run, save
+from tests.kit.exporting import Alone, make_run, save
 
 EXPERTS = ExpertsSection(block="ffn", hidden=12, grid=[2, 3], top_k=3, layers=2, k_min=1)
 
@@ -92,7 +91,9 @@ def loss_of(logits: Tensor, targets: Tensor) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", ["ffn", "ffn1"])
-def test_the_torch_files_alone_compute_what_trunk_and_experts_compute(block: str, tmp_path: Path) -> None:
+def test_the_torch_files_alone_compute_what_trunk_and_experts_compute(
+    block: str, tmp_path: Path, alone: Alone
+) -> None:
     swarm = Swarm(run_with(block=block), tmp_path / "peers")
     for uid in swarm.uids:
         swarm.keep(uid, 4)
@@ -109,7 +110,6 @@ def test_the_torch_files_alone_compute_what_trunk_and_experts_compute(block: str
     assert made.config.experts == read_config(tmp_path / "out").experts
 
 
-@pytest.mark.slow
 def test_of_each_expert_the_newest_whole_checkpoint_counts_whoever_keeps_it(tmp_path: Path) -> None:
     swarm = Swarm(run_with(), tmp_path / "peers")
     older, torn, newer = swarm.uids[:3]
@@ -132,7 +132,7 @@ def test_of_each_expert_the_newest_whole_checkpoint_counts_whoever_keeps_it(tmp_
 
 
 @pytest.mark.slow
-def test_experts_without_a_checkpoint_are_named_and_never_chosen(tmp_path: Path) -> None:
+def test_experts_without_a_checkpoint_are_named_and_never_chosen(tmp_path: Path, alone: Alone) -> None:
     swarm = Swarm(run_with(), tmp_path / "peers")
     swarm.local.dead = {Uid(0, (0, 1)), Uid(1, (1, 2)), *(Uid(1, (0, at)) for at in range(3))}
     for uid in swarm.uids:
@@ -198,7 +198,6 @@ def test_senseless_values_in_a_config_are_named(change: dict[str, Any], message:
     assert message in (fault_of(msgspec.structs.replace(GOOD, **change), 4) or "")
 
 
-@pytest.mark.slow
 def test_a_config_that_claims_other_experts_than_there_are_is_refused(tmp_path: Path) -> None:
     swarm = Swarm(run_with(), tmp_path / "peers")
     for uid in swarm.uids:

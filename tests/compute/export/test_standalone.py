@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import functools
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import safetensors
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers  # type: ignore[import-untyped, unused-ignore]
 
@@ -16,41 +15,8 @@ from peerd.compute.export.export import ExportWish, export
 from peerd.compute.export.loaded_model import Style, load_export, write_text
 from peerd.compute.export.standalone import GPT, generate
 from peerd.core.run.runfile import RunFile
-from tests.kit.amount import some
-from tests.kit.exporting import logits, make_run, save_all
-
-# Alone: no site-packages but those of torch and safetensors, no environment, no working directory.
-ALONE = """
-import json, sys
-sys.path[:0] = json.loads(sys.argv[1])
-try:
-    import peerd
-except ImportError:
-    pass
-else:
-    sys.exit("peerd can be imported")
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-import model, torch
-torch.set_num_threads(1)
-gpt, encode, decode = model.load(Path(sys.argv[2]))
-tokens = torch.tensor(json.loads(sys.argv[3]))
-with torch.no_grad():
-    logits = gpt(tokens)
-text = decode(list(model.generate(gpt, encode("ab ba"), 30, temperature=0.9, top_k=20, seed=4)))
-print(json.dumps([logits.tolist(), text]))
-"""
-
-
-def alone(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """Logits and text of a folder's `model.py`, from a process that has no peerd."""
-    places = sorted({str(Path(package.__file__ or "").parent.parent) for package in (torch, safetensors)})
-    command = [sys.executable, "-I", "-S", "-c", ALONE, json.dumps(places), str(folder), json.dumps(tokens.tolist())]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    found, text = json.loads(ended.stdout)
-    return torch.tensor(found, dtype=torch.float64), text
-
+from tests.kit.amount import few
+from tests.kit.exporting import Alone, logits, make_run, save_all
 
 RUNS = {
     "one stage": make_run(),
@@ -61,8 +27,10 @@ RUNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some([*RUNS], 1))
-def test_the_torch_file_alone_gives_the_logits_and_the_text_that_peerd_gives(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", RUNS)
+def test_the_torch_file_alone_gives_the_logits_and_the_text_that_peerd_gives(
+    name: str, tmp_path: Path, alone: Alone
+) -> None:
     run = RUNS[name]
     stages = save_all(tmp_path / "peers", run)
     export(ExportWish(root=tmp_path / "peers", out=tmp_path / "out"))
@@ -87,7 +55,7 @@ def vocabulary(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_tokenizer_comes_along_and_the_torch_file_uses_it(tmp_path: Path) -> None:
+def test_a_tokenizer_comes_along_and_the_torch_file_uses_it(tmp_path: Path, alone: Alone) -> None:
     run = make_run(vocab=str(vocabulary(tmp_path)))
     stages = save_all(tmp_path / "peers", run)
     (tmp_path / "words.json").unlink()  # the copy beside the checkpoints is enough
@@ -126,14 +94,26 @@ def exported(run: RunFile, folder: Path) -> GPT:
     return model
 
 
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("prompt", [0, 1, 5, 12, 13, 40])
+@pytest.fixture(scope="module")
+def models_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GPT]:
+    """The exported model of each run."""
+    return functools.cache(lambda name: exported(RUNS[name], tmp_path_factory.mktemp("exported")))
+
+
+NAMES = ("one stage", "shared layers", "float64", "two stages")
+TEMPERATURES, PROMPTS = (1.0, 0.0), (0, 5, 12, 13, 1, 40)
+SHORT = [(name, 1.0, prompt) for name in NAMES[:3] for prompt in PROMPTS[:4]]
+SHORT += [(NAMES[0], 0.0, prompt) for prompt in PROMPTS[:4]]
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature", "prompt"), few(itertools.product(NAMES, TEMPERATURES, PROMPTS), *SHORT)
+)
 def test_the_cache_changes_no_token_whatever_the_lengths(
-    name: str, temperature: float, prompt: int, tmp_path: Path, seed: int
+    name: str, temperature: float, prompt: int, models_of_runs: Callable[[str], GPT], seed: int
 ) -> None:
     """Prompts empty, shorter than the context (12), of its length and longer; the text outgrows it several times."""
-    model = exported(RUNS[name], tmp_path)
+    model = models_of_runs(name)
     tokens = torch.randint(0, 256, (prompt,)).tolist()
     settings = {"temperature": temperature, "top_k": 50, "seed": seed}
     with_cache = list(generate(model, tokens, 40, **settings))
