@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib.machinery
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -40,14 +41,15 @@ COMPILERS = ("c++", "g++", "clang++")
 LARGE = (24 << 20) // 4 + 77  # values, so many that results go past the caches
 
 
-@pytest.fixture(params=native.isas() or ["none"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if not native.available():
-        pytest.skip(native.why_not())
+@contextmanager
+def using(isa: str) -> Iterator[None]:
+    """Compute with this instruction set meanwhile."""
     before = native.isa()
-    native.use_isa(request.param)
-    yield request.param
-    native.use_isa(before)
+    native.use_isa(isa)
+    try:
+        yield
+    finally:
+        native.use_isa(before)
 
 
 @pytest.fixture
@@ -60,63 +62,75 @@ def fresh() -> Iterator[None]:
 
 def same(left: Tensor, right: Tensor) -> bool:
     """To the bit, but for which NaN comes of a NaN: that is the processor's choice."""
+    if same_bits(left, right):
+        return True
     nan, zero = left.isnan() & right.isnan(), torch.zeros((), dtype=left.dtype)
     return same_bits(torch.where(nan, zero, left), torch.where(nan, zero, right))
 
 
 def wrong(x: Tensor, code: str, block: int) -> list[str]:
-    """Those of codes, scales and decoded values that differ from the reference's; empty when all are equal."""
-    codes, scales = native.quantize(x, code, block)
+    """Codes, scales and decoded values that differ from the reference's, with any instruction set; empty if none do."""
     expected_codes, expected_scales = reference.quantize(x, code, block)
-    right = {
-        "codes": same_bits(codes, expected_codes),
-        "scales": same(scales, expected_scales),
-        "scales alone": same(native.block_scales(x, block), expected_scales),
-    }
-    found = [f"{what} of {code}/{block}, {x.numel()} {x.dtype}" for what, same_as in right.items() if not same_as]
-    return found + wrongly_decoded(codes, scales, code, block, x.numel(), x.dtype)
+    found = []
+    for isa in native.isas():
+        with using(isa):
+            codes, scales = native.quantize(x, code, block)
+            alone = native.block_scales(x, block)
+        right = {
+            "codes": same_bits(codes, expected_codes),
+            "scales": same(scales, expected_scales),
+            "scales alone": same(alone, expected_scales),
+        }
+        found += [f"{what} of {code}/{block}, {x.numel()} {x.dtype}, {isa}" for what in right if not right[what]]
+    return found + wrongly_decoded(expected_codes, expected_scales, code, block, x.numel(), x.dtype)
 
 
 def wrongly_decoded(codes: Tensor, scales: Tensor, code: str, block: int, count: int, dtype: torch.dtype) -> list[str]:
-    """The differences of `count` decoded values from the reference's, and of the output tensor from the given one."""
-    out, expected = torch.empty(count, dtype=dtype), torch.empty(count, dtype=dtype)
-    given_back = native.dequantize(codes, scales, code, block, out) is out
-    reference.dequantize(codes, scales, code, block, expected)
-    right = {"another tensor": given_back, "decoded values": same(out, expected)}
-    return [f"{what} of {code}/{block}, {count} {dtype}" for what, as_it_should in right.items() if not as_it_should]
+    """Decoded values that differ from the reference's, and outputs that are not the given tensor, as in `wrong`."""
+    expected = reference.dequantize(codes, scales, code, block, torch.empty(count, dtype=dtype))
+    found = []
+    for isa in native.isas():
+        out = torch.empty(count, dtype=dtype)
+        with using(isa):
+            given_back = native.dequantize(codes, scales, code, block, out) is out
+        right = {"another tensor": given_back, "decoded values": same(out, expected)}
+        found += [f"{what} of {code}/{block}, {count} {dtype}, {isa}" for what in right if not right[what]]
+    return found
 
 
 # --- the bits -------------------------------------------------------------------------------------------------------
+@built
 @pytest.mark.slow
 @pytest.mark.parametrize("code", NAMES)
-def test_hard_cases_are_coded_and_decoded_like_the_reference(isa: str, code: str, seed: int) -> None:
+def test_hard_cases_are_coded_and_decoded_like_the_reference(code: str, seed: int) -> None:
     for number, x in enumerate(hard_cases(seed).values()):
         for dtype in DTYPES:
             assert wrong(x.to(dtype), code, BLOCKS[number % len(BLOCKS)]) == []
             assert wrong(x.to(dtype), code, 64) == []
 
 
+@built
 @pytest.mark.slow
 @pytest.mark.parametrize("code", NAMES)
-def test_any_length_and_block_size_will_do(isa: str, code: str, seed: int) -> None:
+def test_any_length_and_block_size_will_do(code: str, seed: int) -> None:
     values = normal(5002, seed) ** 5
     for count in (*range(200), *range(200, 5001, 257), 5000):
         for dtype in DTYPES:
             assert wrong(values[:count].to(dtype), code, BLOCKS[count % len(BLOCKS)]) == []
 
 
+@built
 @pytest.mark.slow
 @pytest.mark.parametrize("code", NAMES)
-@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100))
 @given(bits=bit_lists(), dtype=st.sampled_from(DTYPES), block=st.sampled_from(BLOCKS))
-def test_any_bits_are_coded_like_the_reference(
-    isa: str, code: str, bits: list[int], dtype: torch.dtype, block: int
-) -> None:
+def test_any_bits_are_coded_like_the_reference(code: str, bits: list[int], dtype: torch.dtype, block: int) -> None:
     assert wrong(from_bits(bits).to(dtype), code, block) == []
 
 
+@built
 @pytest.mark.parametrize("code", NAMES)
-def test_every_code_is_decoded_with_any_scale_even_with_none_that_coding_makes(isa: str, code: str, seed: int) -> None:
+def test_every_code_is_decoded_with_any_scale_even_with_none_that_coding_makes(code: str, seed: int) -> None:
     strange = [0, SIGN, 1, 0x007FFFFF, 0x02081CEB, ONE, ONE | SIGN, 0x7F61B1E6, 0x7F7FFFFF]
     strange += [INFINITY, INFINITY | SIGN, NAN, NAN | SIGN, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF]
     scales = from_bits(strange)
@@ -127,9 +141,16 @@ def test_every_code_is_decoded_with_any_scale_even_with_none_that_coding_makes(i
             assert wrongly_decoded(*hard_codes(code, count, 64, seed), code, 64, count, dtype) == []
 
 
+@built
 @pytest.mark.slow
 @pytest.mark.parametrize("code", NAMES)
+@pytest.mark.parametrize("isa", native.isas())
 def test_large_tensors_whose_results_go_past_the_caches_are_no_different(isa: str, code: str, seed: int) -> None:
+    with using(isa):
+        check_large_tensors(code, seed)
+
+
+def check_large_tensors(code: str, seed: int) -> None:
     x = normal(1 << 16, seed).repeat(LARGE // (1 << 16) + 1)[:LARGE]
     one_codes, one_scales = native.quantize(x[: 1 << 16], code, 256)
     codes, scales = native.quantize(x, code, 256)
@@ -147,36 +168,44 @@ def test_large_tensors_whose_results_go_past_the_caches_are_no_different(isa: st
         assert torch.equal(out[repeats << 16 :], reference.dequantize(*rest, code, 256, torch.empty(LARGE & 0xFFFF)))
 
 
+@built
 @pytest.mark.parametrize("code", NAMES)
 @pytest.mark.parametrize("block", [64, 1024, 4096])
 @pytest.mark.parametrize("more", [False, True])
-def test_what_coding_misses_is_what_decoding_it_again_says(
-    isa: str, code: str, block: int, more: bool, seed: int
-) -> None:
+def test_what_coding_misses_is_what_decoding_it_again_says(code: str, block: int, more: bool, seed: int) -> None:
     for count in (0, 1, 63, 64, 1023, 1024, 1025, 4097, 9001):
-        x, before = normal(count, seed) ** 5, normal(count, seed + 1)
-        codes, scales = reference.quantize(x, code, block)
-        decoded = reference.dequantize(codes, scales, code, block, torch.empty_like(x))
-        missed = before + (x - decoded) if more else x - decoded
-        for seen in (None, torch.empty_like(x), x):  # x is overwritten by the last one
-            found = torch.empty_like(codes), torch.empty_like(scales), before.clone()
-            native.quantize_missing(x, code, block, *found[:2], Beside(found[2], more, seen))
-            assert all(map(same_bits, found, (codes, scales, missed)))
-            assert seen is None or same_bits(seen, decoded)
+        values, before = normal(count, seed) ** 5, normal(count, seed + 1)
+        codes, scales = reference.quantize(values, code, block)
+        decoded = reference.dequantize(codes, scales, code, block, torch.empty_like(values))
+        missed = before + (values - decoded) if more else values - decoded
+        for isa in native.isas():
+            x = values.clone()
+            for seen in (None, torch.empty_like(x), x):  # x is overwritten by the last one
+                found = torch.empty_like(codes), torch.empty_like(scales), before.clone()
+                with using(isa):
+                    native.quantize_missing(x, code, block, *found[:2], Beside(found[2], more, seen))
+                assert all(map(same_bits, found, (codes, scales, missed))), isa
+                assert seen is None or same_bits(seen, decoded), isa
 
 
+@built
 @pytest.mark.parametrize("code", NAMES)
 @pytest.mark.parametrize("block", [64, 1024, 4096])
-def test_decoding_onto_a_sum_is_decoding_and_adding(isa: str, code: str, block: int, seed: int) -> None:
+def test_decoding_onto_a_sum_is_decoding_and_adding(code: str, block: int, seed: int) -> None:
     for count in (0, 1, 63, 64, 1023, 1024, 1025, 4097, 9001):
         base, (codes, scales) = normal(count, seed), hard_codes(code, count, block, seed)
         expected = base + reference.dequantize(codes, scales, code, block, torch.empty(count))
-        for out in (torch.empty(count), base):
-            native.dequantize_onto(codes, scales, code, block, base, out)
-            assert same(out, expected)
+        for isa in native.isas():
+            sum_so_far = base.clone()
+            for out in (torch.empty(count), sum_so_far):
+                with using(isa):
+                    native.dequantize_onto(codes, scales, code, block, sum_so_far, out)
+                assert same(out, expected), isa
 
 
+@built
 @pytest.mark.parametrize("code", NAMES)
+@pytest.mark.parametrize("isa", native.isas())
 def test_a_program_that_flushes_denormals_to_zero_gets_the_same_bits(isa: str, code: str, seed: int) -> None:
     x = torch.cat((normal(640, seed, 5e37), normal(640, seed, 1e-37), normal(640, seed, 1e-5)))
     codes, scales = reference.quantize(x, code, 64)
@@ -185,9 +214,10 @@ def test_a_program_that_flushes_denormals_to_zero_gets_the_same_bits(isa: str, c
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush denormals to zero")
     try:
-        found = native.quantize(x, code, 64)
-        out = native.dequantize(codes, scales, code, 64, torch.empty_like(x))
-        found_half = native.quantize(x.half(), code, 64)
+        with using(isa):
+            found = native.quantize(x, code, 64)
+            out = native.dequantize(codes, scales, code, 64, torch.empty_like(x))
+            found_half = native.quantize(x.half(), code, 64)
         still = float(torch.full((), 1e-39) * 1.0)
     finally:
         torch.set_flush_denormal(False)
@@ -199,9 +229,10 @@ def test_a_program_that_flushes_denormals_to_zero_gets_the_same_bits(isa: str, c
 
 
 # --- tensors of any layout ------------------------------------------------------------------------------------------
+@built
 @pytest.mark.parametrize("code", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tensors_may_start_anywhere_and_have_any_strides(isa: str, code: str, dtype: torch.dtype, seed: int) -> None:
+def test_tensors_may_start_anywhere_and_have_any_strides(code: str, dtype: torch.dtype, seed: int) -> None:
     values = normal(60 * 50, seed).to(dtype)
     for x in (values[1:], values[3:700], values.view(60, 50).T, values.view(60, 50)[:, 7], values[::2], values[0]):
         assert wrong(x, code, 64) == []
@@ -209,13 +240,13 @@ def test_tensors_may_start_anywhere_and_have_any_strides(isa: str, code: str, dt
     size = values.numel() * values.element_size()
     raw[1 : 1 + size] = values.view(torch.uint8)
     codes, scales = torch.zeros(1 + values.numel(), dtype=torch.uint8), torch.zeros(1 + scale_count(values.numel(), 64))
-    given_codes, given_scales = codes[1 : 1 + code_bytes(values.numel(), code)], scales[1:]
-    found = native.quantize(values[1:-1], code, 64, given_codes[: code_bytes(values.numel() - 2, code)], given_scales)
+    given_codes, given_scales = codes[1 : 1 + code_bytes(values.numel() - 2, code)], scales[1:]
     expected = reference.quantize(values[1:-1], code, 64)
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
-    assert found[0].data_ptr() == given_codes.data_ptr()
-    assert found[1].data_ptr() == given_scales.data_ptr()
+    for isa in native.isas():
+        with using(isa):
+            found = native.quantize(values[1:-1], code, 64, given_codes, given_scales)
+        assert all(map(torch.equal, found, expected)), isa
+        assert [each.data_ptr() for each in found] == [given_codes.data_ptr(), given_scales.data_ptr()]
     assert wrongly_decoded(found[0], found[1], code, 64, values.numel() - 2, dtype) == []
 
 
