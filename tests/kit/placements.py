@@ -105,10 +105,11 @@ def _seconds(delay_s: float, rate: float, size: float) -> float:
 def least_bottleneck(costs: Matrix, supply: Matrix, demand: Matrix) -> float:
     """The least value below which shares can flow: by Gale's condition, looked up for every set of rows."""
     rows = range(len(supply))
+    sets = [list(of) for size in range(1, len(rows) + 1) for of in itertools.combinations(rows, size)]
+    due = [float(supply[of].sum()) - 1e-9 for of in sets]
     for value in np.unique(costs):
         allowed = costs <= value
-        sets = itertools.chain.from_iterable(itertools.combinations(rows, size) for size in range(1, len(rows) + 1))
-        if all(supply[list(of)].sum() <= demand[allowed[list(of)].any(axis=0)].sum() + 1e-9 for of in sets):
+        if all(least <= demand[allowed[of].any(axis=0)].sum() for of, least in zip(sets, due, strict=True)):
             return float(value)
     return np.inf
 

@@ -9,6 +9,7 @@ import pytest
 
 from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevice, StageWork
 from peerd.machine.placement.replan import ReplanOptions, replanned, steady_s
+from tests.kit.amount import some
 
 NEAR, FAR = 1e9, 1e6  # bytes/s
 OPTIONS = ReplanOptions(moving_s=20.0, step_s=60.0)
@@ -51,7 +52,7 @@ def test_devices_that_may_not_move_do_not() -> None:
     assert replanned(two_places(), (0, 1, 0, 1), {0, 1, 2, 3}, OPTIONS, Random(1)) == {}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", some(range(6), 2))
 def test_no_plan_leaves_a_stage_without_a_device_or_makes_steps_longer(seed: int) -> None:
     rng = Random(seed)
     for _ in range(10):
