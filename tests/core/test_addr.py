@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from peerd.core.addr import (
     CircuitPlace,
@@ -78,18 +76,6 @@ def test_a_wrong_address_is_named_in_one_clear_line(text: str) -> None:
         parse_addr(text)
     assert "is not an address" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@given(st.binary(max_size=80))
-def test_random_bytes_are_an_address_or_a_violation(raw: bytes) -> None:
-    try:
-        addr = decode_addr(raw)
-    except ProtocolViolation:
-        return
-    assert addr.to_bytes() == raw
-    assert parse_addr(str(addr)) is not None
-    is_dialable(addr), is_relayed(addr), reach(addr), split_peer(addr), tcp_place(addr), circuit_place(addr)
-    assert decode_addr(normal(addr).to_bytes()) == normal(normal(addr))
 
 
 def test_an_address_cut_anywhere_is_a_violation_or_a_shorter_address() -> None:

@@ -215,16 +215,3 @@ def test_a_header_cut_anywhere_is_a_violation() -> None:
     for end in range(len(data)):
         with pytest.raises(ProtocolViolation, match="cut short"):
             decode_header(data[:end])
-
-
-@given(st.binary(max_size=90), st.booleans())
-def test_random_bytes_raise_only_violations(data: bytes, start_well: bool) -> None:
-    if start_well:
-        data = mended(raw_header(2, 0, (), 4)[:3] + data)
-    try:
-        header, end = decode_header(data)
-    except ProtocolViolation:
-        return
-    assert header.raw_bytes == expected_bytes(header.dtype, header.shape, header.coding, header.block)
-    assert header.lossless or header.payload_bytes == header.raw_bytes
-    assert end <= len(data)

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from functools import cache
 
 from peerd.core import frame, varint
-from peerd.core.addr import circuit_place, decode_addr, is_dialable, is_relayed, parse_addr
+from peerd.core.addr import (
+    circuit_place,
+    decode_addr,
+    is_dialable,
+    is_relayed,
+    normal,
+    parse_addr,
+    reach,
+    split_peer,
+    tcp_place,
+)
 from peerd.core.errors import ConfigError, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import Key, PeerId
@@ -20,13 +30,9 @@ from peerd.core.keys import Keypair, verify
 from peerd.core.limits import RPC_MESSAGE_FRAME_BYTES
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.messages.settings import differences, read_settings
-from peerd.core.protobuf.circuit import HopKind, HopMessage, Limit, Promise, Status, StopKind, StopMessage, status_words
-from peerd.core.protobuf.holepunch import HolePunch, PunchKind
 from peerd.core.protobuf.identity import Identify, NoisePayload, decode_public_key, encode_public_key
-from peerd.core.protobuf.voucher import Voucher
 from peerd.core.record import Record
 from peerd.machine.buffers import BufferPool
-from peerd.machine.connectivity.hole_punch import to_dial
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict
@@ -104,13 +110,17 @@ def _varint(data: bytes) -> None:
 @parser("multiaddr", lambda: [parse_addr(addr).to_bytes() for addr in ADDRS])
 def _addr(data: bytes) -> None:
     addr = decode_addr(data)
-    str(addr)  # an accepted address can always be shown
-    circuit_place(addr), is_dialable(addr), is_relayed(addr)
+    assert addr.to_bytes() == data
+    text = str(addr)  # an accepted address can always be shown
+    assert len(data) > 80 or parse_addr(text) is not None  # the text of a long one has a bound of its own
+    is_dialable(addr), is_relayed(addr), reach(addr), split_peer(addr), tcp_place(addr), circuit_place(addr)
+    assert decode_addr(normal(addr).to_bytes()) == normal(normal(addr))
 
 
 @parser("public key", lambda: [encode_public_key(KEYS.peer_id)])
 def _public_key(data: bytes) -> None:
-    str(decode_public_key(data))
+    key = decode_public_key(data)
+    assert decode_public_key(encode_public_key(key)) == key
 
 
 def _noise_payloads() -> Corpus:
@@ -122,40 +132,9 @@ def _noise_payloads() -> Corpus:
 @parser("noise payload", _noise_payloads)
 def _noise_payload(data: bytes) -> None:
     payload = NoisePayload.decode(data)
+    assert NoisePayload.decode(payload.encode()) == payload
     if len(data) % 16 == 0:  # checking every signature would take most of the time
         verify(payload.peer, b"anything", payload.signature)
-
-
-VOUCHER = Voucher(KEYS.peer_id, OTHER.peer_id, 1_900_000_000).seal(KEYS)
-
-
-def _hops() -> Corpus:
-    promise = Promise(1_900_000_000, tuple(parse_addr(addr).to_bytes() for addr in ADDRS), VOUCHER)
-    return [
-        HopMessage(kind=HopKind.RESERVE).encode(),
-        HopMessage(kind=HopKind.CONNECT, peer=OTHER.peer_id).encode(),
-        HopMessage(kind=HopKind.STATUS, status=Status.OK, promise=promise, limit=Limit(7200, 1 << 36)).encode(),
-    ]
-
-
-@parser("hop", _hops)
-def _hop(data: bytes) -> None:
-    status_words(HopMessage.decode(data).status)
-
-
-@parser("stop", lambda: [StopMessage(kind=StopKind.CONNECT, peer=KEYS.peer_id, limit=Limit(120, 1 << 17)).encode()])
-def _stop(data: bytes) -> None:
-    StopMessage.decode(data)
-
-
-@parser("hole punch", lambda: [HolePunch(PunchKind.CONNECT, tuple(parse_addr(a).to_bytes() for a in ADDRS)).encode()])
-def _hole_punch(data: bytes) -> None:
-    to_dial(HolePunch.decode(data).addrs, [parse_addr("/ip4/192.168.1.7/tcp/4001")])
-
-
-@parser("voucher", lambda: [VOUCHER])
-def _voucher(data: bytes) -> None:
-    Voucher.open(data, verify)
 
 
 def _identifies() -> Corpus:
@@ -174,6 +153,7 @@ def _identifies() -> Corpus:
 @parser("identify", _identifies)
 def _identify(data: bytes) -> None:
     message = Identify.decode(data)
+    assert Identify.decode(message.encode()) == message
     for text in (message.agent_version, message.protocol_version, *message.protocols):
         text.encode()
 
@@ -237,6 +217,7 @@ def _selector(data: bytes) -> None:
     for piece in in_pieces(data):
         _, chosen, _ = selector.feed(piece)
         if chosen is not None:
+            assert chosen == "/peerd/dht/3"
             return
 
 
@@ -438,7 +419,8 @@ def _add_messages() -> None:
             return [encode(example(kind, rng)) for _ in range(16)]
 
         def parse(data: bytes, kind: type = kind) -> None:
-            decode(kind, data)
+            body = encode(decode(kind, data))
+            assert encode(decode(kind, body)) == body
 
         PARSERS.append(Parser(f"message {kind.__qualname__}", cache(corpus), parse, share=0.1))
 

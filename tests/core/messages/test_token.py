@@ -79,13 +79,6 @@ def test_a_changed_byte_is_malformed_or_not_signed(draws: st.DataObject) -> None
         assert not signed_by(ORGANIZER.peer_id, Token, bytes(data))
 
 
-@pytest.mark.slow
-@given(st.text() | st.binary().map(lambda data: "peerd-token-" + data.hex()))
-def test_any_text_is_a_token_or_a_protocol_violation(text: str) -> None:
-    with contextlib.suppress(ProtocolViolation):
-        assert to_text(Token, from_text(Token, text)) == "".join(text.split())
-
-
 def test_cut_off_and_trailing_bytes_are_refused_everywhere() -> None:
     for kind, body in ((Token, ann()), (Revoked, Revoked(3, [b"12345678"]))):
         data = seal(body, ORGANIZER)

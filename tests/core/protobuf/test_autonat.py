@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from peerd.core.addr import tcp_addr
 from peerd.core.errors import ProtocolViolation
@@ -12,7 +10,6 @@ from peerd.core.keys import Keypair
 from peerd.core.limits import ADDR_BYTES, ADDRS_PER_PEER
 from peerd.core.protobuf.autonat import Dialed, DialMe, DialStatus
 from peerd.core.protobuf.wire import bytes_field, number_field
-from tests.kit.mutate import accepts
 
 PEER = Keypair.from_seed(b"p" * 32).peer_id
 ADDR = tcp_addr("81.2.3.4", 31337).to_bytes()
@@ -69,11 +66,3 @@ def test_what_is_no_answer_is_a_violation(body: bytes) -> None:
         Dialed.decode(number_field(1, 1) + bytes_field(3, body))
     with pytest.raises(ProtocolViolation):
         Dialed.decode(DIAL)
-
-
-@given(st.binary(max_size=200))
-def test_random_bytes_raise_nothing_but_violations(raw: bytes) -> None:
-    if accepts(DialMe.decode, raw):
-        assert DialMe.decode(DialMe.decode(raw).encode()) == DialMe.decode(raw)
-    if accepts(Dialed.decode, raw):
-        assert Dialed.decode(Dialed.decode(raw).encode()) == Dialed.decode(raw)

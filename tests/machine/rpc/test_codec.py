@@ -217,27 +217,6 @@ def test_a_packed_frame_counts_as_what_it_unpacks_to() -> None:
     assert (message.payload_bytes, message.frame_bytes) == (111, (3 << 20) + 11)
 
 
-def seen_or_refused(wire: bytes) -> bool:
-    """True when these bytes are read as messages or stopped with a violation: anything else raises."""
-    try:
-        return isinstance(drive([wire]), tuple)
-    except ProtocolViolation:
-        return True
-
-
-@given(st.data())
-def test_mutated_conversations_raise_only_violations(data: st.DataObject) -> None:
-    wire = bytearray(conversation())
-    for _ in range(data.draw(st.integers(1, 4))):
-        wire[data.draw(st.integers(0, len(wire) - 1))] = data.draw(st.integers(0, 255))
-    assert seen_or_refused(bytes(wire))
-
-
-@given(st.binary(max_size=100))
-def test_random_bytes_raise_only_violations(data: bytes) -> None:
-    assert seen_or_refused(data)
-
-
 def failure_of(error: PeerdError) -> PeerdError:
     (message,) = MessageParser().feed(encode_failure(1, error))
     return decode_failure(message.body, PEER)

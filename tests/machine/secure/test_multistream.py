@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.limits import MULTISTREAM_ATTEMPTS, MULTISTREAM_LINE_BYTES
@@ -101,12 +97,3 @@ def test_a_truncated_agreement_is_no_agreement() -> None:
     for end in range(len(proposal.hello)):
         assert Proposal("/x/1").feed(proposal.hello[:end]) is None
         assert Selector(lambda name: True).feed(proposal.hello[:end])[1] is None
-
-
-@given(st.lists(st.binary(max_size=40), max_size=6))
-def test_random_bytes_end_in_a_choice_a_wait_or_a_violation(pieces: list[bytes]) -> None:
-    selector, chosen = Selector("/x/1".__eq__), None
-    with contextlib.suppress(ProtocolViolation):
-        for piece in pieces:
-            chosen = chosen or selector.feed(piece)[1]
-    assert chosen in (None, "/x/1")
