@@ -18,17 +18,17 @@ from peerd.core.frame import DTYPES, TensorFrame
 SHAPES = [(), (0,), (1,), (5,), (3, 4), (2, 0, 3)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", sorted(DTYPES))
-def test_a_tensor_of_every_dtype_and_shape_comes_back_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
+def test_a_tensor_of_every_dtype_and_shape_comes_back_bit_for_bit(name: str) -> None:
     dtype = getattr(torch, name)
-    tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 50).abs().to(dtype)
-    frame = to_frame(tensor)
-    assert (frame.dtype, frame.shape, frame.coding) == (name, shape, "none")
-    for payload in (bytes(frame.payload), bytearray(frame.payload), memoryview(bytearray(frame.payload))):
-        back = from_frame(TensorFrame(name, shape, payload), shape, dtype)
-        assert back.dtype == dtype
-        assert torch.equal(back, tensor)
+    for shape in SHAPES:
+        tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 50).abs().to(dtype)
+        frame = to_frame(tensor)
+        assert (frame.dtype, frame.shape, frame.coding) == (name, shape, "none")
+        for payload in (bytes(frame.payload), bytearray(frame.payload), memoryview(bytearray(frame.payload))):
+            back = from_frame(TensorFrame(name, shape, payload), shape, dtype)
+            assert (back.dtype, back.shape) == (dtype, shape)
+            assert torch.equal(back, tensor)
 
 
 def test_an_uncoded_tensor_and_its_frame_share_memory_both_ways() -> None:

@@ -178,13 +178,13 @@ def test_slices_of_the_work_do_not_show(code: str, monkeypatch: pytest.MonkeyPat
     assert same_bits(reference.block_scales(x, 64), whole[1])
 
 
-@pytest.mark.parametrize("count", LENGTHS)
 @pytest.mark.parametrize("code", NAMES)
-def test_every_length_gives_as_many_codes_and_scales_as_are_due(code: str, count: int) -> None:
-    codes, scales = reference.quantize(normal(count, 1), code, 128)
-    assert (codes.shape, codes.dtype) == ((code_bytes(count, code),), torch.uint8)
-    assert (scales.shape, scales.dtype) == ((scale_count(count, 128),), torch.float32)
-    assert reference.dequantize(codes, scales, code, 128, torch.empty(count)).shape == (count,)
+def test_every_length_gives_as_many_codes_and_scales_as_are_due(code: str) -> None:
+    for count in LENGTHS:
+        codes, scales = reference.quantize(normal(count, 1), code, 128)
+        assert (codes.shape, codes.dtype) == ((code_bytes(count, code),), torch.uint8)
+        assert (scales.shape, scales.dtype) == ((scale_count(count, 128),), torch.float32)
+        assert reference.dequantize(codes, scales, code, 128, torch.empty(count)).shape == (count,)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
