@@ -1,19 +1,26 @@
-"""A whole training swarm in one trio run: real hosts over TCP on loopback, real roles, threads for computing."""
+"""A whole training swarm in one trio run: real hosts and roles on a simulated network, or over TCP on loopback.
+
+The clock of the test decides. With `autojump_clock` the network is simulated, devices compute on the loop, and time is
+virtual. Without it the peers listen on loopback, and each device computes in a thread.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol
+from unittest import mock
 
 import msgspec
 import trio
+from multiaddr import Multiaddr
+from trio.testing import MockClock
 
 from peerd.compute.worker import DeviceWorker
 from peerd.core.addr import parse_addr
-from peerd.core.keys import Keypair
 from peerd.core.run.runfile import (
     BatchSection,
     CheckpointSection,
@@ -28,10 +35,24 @@ from peerd.core.work import Worker
 from peerd.log import EventLog
 from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
+from peerd.net.link.sealing import Buffers
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.role import Role, RoleContext
-from peerd.service.peer_stack import peer_stack
+from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.service.run_services import RunServices
+from peerd.sim.clock import SimClock
+from peerd.sim.memory import MemoryTransport
+from peerd.sim.simnet import SimLine, SimNet
+from roles.backbone import BackboneRole
+from roles.stage import StageRole
+from roles.trainer import TrainerRole
+from tests.kit.chaos import in_no_thread
+from tests.kit.hosts import keypair
+from tests.kit.virtual import addr_of, running_net
+from tests.kit.virtualroles import PacedDevice
+
+LINE: Final = SimLine(latency_s=0.001)  # of a simulated peer
+MICROBATCH_S: Final = 0.02  # virtual seconds that a device takes for a microbatch's backward
 
 
 def small_run(name: str, text: Path, evaluate: EvaluateSection, checkpoint: CheckpointSection) -> RunFile:
@@ -54,6 +75,67 @@ def pinned(run: RunFile, stage: int) -> RunFile:
     return msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=stage))
 
 
+class Network(Protocol):
+    """What peers stand on."""
+
+    def stack(self, name: str) -> PeerStack:
+        """The protocol stack of a new peer, or of an old one that starts again."""
+        ...
+
+    def listen(self, name: str) -> Multiaddr:
+        """The address that the peer listens on."""
+        ...
+
+    def worker(self, device: str) -> AbstractAsyncContextManager[Worker]: ...
+
+    def cut_off(self, name: str) -> None:
+        """Break the peer's links at once, so that nothing it still sends arrives."""
+        ...
+
+
+class Loopback:
+    """TCP on loopback, the real clock, a thread for each device."""
+
+    def stack(self, name: str) -> PeerStack:
+        return peer_stack(keypair(name), RealClock(seed=1), [TcpTransport()])
+
+    def listen(self, name: str) -> Multiaddr:
+        return parse_addr("/ip4/127.0.0.1/tcp/0")
+
+    def worker(self, device: str) -> AbstractAsyncContextManager[Worker]:
+        return DeviceWorker(device, threads=1)
+
+    def cut_off(self, name: str) -> None:
+        """Its sockets close when its tasks are cancelled."""
+
+
+class Simulated:
+    """A simulated network, virtual time, devices that compute on the loop."""
+
+    def __init__(self, net: SimNet, line: SimLine) -> None:
+        self._net, self._line, self._buffers = net, line, Buffers()
+        self._starts = Counter[str]()
+
+    def stack(self, name: str) -> PeerStack:
+        if name in self._net.nodes:
+            self._net.revive(name)
+        else:
+            self._net.add_node(name, self._line)
+        self._starts[name] += 1
+        clock = SimClock(1, f"{name}/{self._starts[name]}")
+        transport = MemoryTransport(self._net, self._net.nodes[name])
+        return peer_stack(keypair(name), clock, [transport], buffers=self._buffers)
+
+    def listen(self, name: str) -> Multiaddr:
+        return addr_of(self._net, name)
+
+    def worker(self, device: str) -> AbstractAsyncContextManager[Worker]:
+        return nullcontext(PacedDevice(MICROBATCH_S))
+
+    def cut_off(self, name: str) -> None:
+        self._net.kill(name)
+
+
 @dataclass
 class Peer:
     """One peer with one role. `kill` cuts it off without a word."""
@@ -63,25 +145,29 @@ class Peer:
     role: Any
     log: EventLog
     scope: trio.CancelScope
+    network: Network
     ready: trio.Event = field(default_factory=trio.Event)
     finished: trio.Event = field(default_factory=trio.Event)
     gone: trio.Event = field(default_factory=trio.Event)
 
     def kill(self) -> None:
-        self.scope.cancel()
+        if not self.scope.cancel_called:
+            self.network.cut_off(self.name)
+            self.scope.cancel()
 
 
 class Swarm:
-    """Peers on loopback; the first one that starts is everybody's way in."""
+    """Peers of one network; all others join through the one that starts first."""
 
-    def __init__(self, directory: Path, nursery: trio.Nursery) -> None:
+    def __init__(self, directory: Path, network: Network, nursery: trio.Nursery) -> None:
+        self.network = network
         self._directory = directory
         self._nursery = nursery
         self.entry: list[Any] = []
         self.peers: dict[str, Peer] = {}
         self.started: list[Peer] = []
 
-    async def start(self, name: str, role: type[Role], run: RunFile | None, wait: bool = True) -> Peer:
+    async def start(self, name: str, role: type[Role], run: RunFile | None) -> Peer:
         """A new peer, or an old one again (same name: same identity and directory)."""
         peer: Peer = await self._nursery.start(self._run, name, role, run)
         self.peers[name] = peer
@@ -93,25 +179,24 @@ class Swarm:
     async def _run(
         self, name: str, role: type[Role], run: RunFile | None, *, task_status: trio.TaskStatus[Peer]
     ) -> None:
-        clock = RealClock(seed=1)
-        net = peer_stack(Keypair.from_seed(name.encode().ljust(32, b".")), clock, [TcpTransport()])
+        net = self.network.stack(name)
         directory = self._directory / name
         directory.mkdir(parents=True, exist_ok=True)
         async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
             with trio.CancelScope() as scope:
-                await nursery.start(net.run, [parse_addr("/ip4/127.0.0.1/tcp/0")], self.entry)
-                log = EventLog(clock)
+                await nursery.start(net.run, [self.network.listen(name)], self.entry)
+                log = EventLog(net.clock)
                 workers: dict[str, Worker] = {}
                 for device in ("cpu", "files", "data", "coding"):
-                    workers[device] = await stack.enter_async_context(DeviceWorker(device, threads=1))
+                    workers[device] = await stack.enter_async_context(self.network.worker(device))
                 built = role(
                     RoleContext(
                         run=run,
-                        services=RunServices(run, net.host, net.rpc, net.dht, clock) if run is not None else None,
+                        services=RunServices(run, net.host, net.rpc, net.dht, net.clock) if run is not None else None,
                         host=net.host,
                         rpc=net.rpc,
                         dht=net.dht,
-                        clock=clock,
+                        clock=net.clock,
                         data_dir=directory,
                         device="cpu",
                         seed=1,
@@ -119,7 +204,7 @@ class Swarm:
                         worker=workers.__getitem__,
                     )
                 )
-                peer = Peer(name, net.host, built, log, scope)
+                peer = Peer(name, net.host, built, log, scope, self.network)
                 task_status.started(peer)
                 async with trio.open_nursery() as inner:
                     await inner.start(built.run)
@@ -131,15 +216,50 @@ class Swarm:
 
 
 @asynccontextmanager
-async def swarm(directory: Path) -> AsyncIterator[Swarm]:
-    """All peers end with the block."""
-    async with trio.open_nursery() as nursery:
-        all_peers = Swarm(directory, nursery)
+async def _network(line: SimLine) -> AsyncIterator[Network]:
+    if not isinstance(trio.lowlevel.current_clock(), MockClock):
+        yield Loopback()
+        return
+    with mock.patch("trio.to_thread.run_sync", in_no_thread):
+        async with running_net() as net:
+            yield Simulated(net, line)
+
+
+@asynccontextmanager
+async def swarm(directory: Path, line: SimLine = LINE) -> AsyncIterator[Swarm]:
+    """A swarm whose peers end with the block. `line`: of each peer, where the network is simulated."""
+    async with _network(line) as network, trio.open_nursery() as nursery:
+        all_peers = Swarm(directory, network, nursery)
         yield all_peers
-        for peer in all_peers.started:  # roles end before what they stand on
+        for peer in all_peers.started:
             peer.kill()
+        for peer in all_peers.started:  # roles end before what they stand on
             await peer.gone.wait()
         nursery.cancel_scope.cancel()
+
+
+async def stage_peers(s: Swarm, run: RunFile, count: int) -> list[Peer]:
+    """Start a backbone, and peers that serve the run's stages in turn."""
+    await s.start("backbone", BackboneRole, None)
+    stages = run.pipeline.stages
+    return [await s.start(f"stage{i}", StageRole, pinned(run, i % stages)) for i in range(count)]
+
+
+async def pipeline(s: Swarm, run: RunFile, count: int, trainers: int = 1) -> tuple[list[Peer], list[Peer]]:
+    """Start a backbone, `count` stage peers, and trainers; returns the stage peers and the trainers."""
+    peers = await stage_peers(s, run, count)
+    return peers, [await s.start(f"trainer{i}", TrainerRole, run) for i in range(trainers)]
+
+
+async def replicas(s: Swarm, run: RunFile, count: int) -> list[Peer]:
+    """Start a backbone, and trainers that each hold the whole model."""
+    await s.start("backbone", BackboneRole, None)
+    return [await s.start(f"replica{i}", TrainerRole, run) for i in range(count)]
+
+
+def member(peer: Peer) -> Any:
+    """The stage member of a peer: its role, or the replica of a trainer."""
+    return peer.role.replica if isinstance(peer.role, TrainerRole) else peer.role
 
 
 def events(peers: Iterable[Peer]) -> list[str]:
@@ -153,6 +273,26 @@ async def all_finished(s: Swarm, peers: Iterable[Peer], within_s: float = 200.0)
         for peer in peers:
             await peer.finished.wait()
     assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
+
+
+async def reaches(s: Swarm, peer: Peer, step: int, within_s: float = 200.0) -> None:
+    """Wait until a stage peer or a replica is at a step."""
+    with trio.move_on_after(within_s) as limit:
+        while member(peer).position.step < step:
+            await member(peer).moved()
+    assert not limit.cancelled_caught, f"{peer.name} did not reach step {step}\n" + "\n".join(events(s.peers.values()))
+
+
+async def until_equal(s: Swarm, one: Peer, other: Peer, beyond: int) -> None:
+    """Wait until two mates are at the same position beyond a step, and check that they have the same bits there."""
+    with trio.move_on_after(60):
+        while True:
+            (place, ours), (there, theirs) = [await p.role.post.catching_up.freeze() for p in (one, other)]
+            if place == there and place.step > beyond:
+                assert [(t.name, bytes(t.payload)) for t in ours] == [(t.name, bytes(t.payload)) for t in theirs]
+                return
+            await (one if place.step < there.step else other).role.moved()
+    raise AssertionError("they never met\n" + "\n".join(events(s.peers.values())))
 
 
 def with_line(run: RunFile, mbit: float) -> RunFile:
