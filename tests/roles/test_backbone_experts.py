@@ -16,7 +16,7 @@ from roles.backbone import BackboneRole
 from tests.kit.expertpeers import expert_run, pointer_to, state
 from tests.kit.training import swarm
 
-pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.no_watchdog("peers and their threads share a process")]
+pytestmark = pytest.mark.usefixtures("autojump_clock")
 
 RUN = expert_run(announce_s=0.5)
 UID = Uid(0, (1, 2))

@@ -28,11 +28,7 @@ from roles.trainer import TrainerRole
 from tests.kit.exact import write_texts
 from tests.kit.training import Peer, Swarm, events, pinned, small_run, swarm
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.socket,
-    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
 
 
 @pytest.fixture

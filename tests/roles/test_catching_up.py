@@ -17,18 +17,12 @@ from peerd.core.run.runfile import AveragingSection, CheckpointSection, Evaluate
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.state.snapshot import Giving
 from peerd.training.catchup import catch_up
-from roles.backbone import BackboneRole
 from roles.stage import StageRole
-from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
 from tests.kit.exact import write_texts
-from tests.kit.training import Peer, Swarm, events, pinned, small_run, swarm
+from tests.kit.training import Peer, events, pinned, pipeline, reaches, small_run, swarm, until_equal
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.socket,
-    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
 SPANNED = 8  # steps that the swarm makes while the state is on its way: more than the totals that anyone keeps
 
 
@@ -45,8 +39,8 @@ class SlowLine:
             if copy.manifest.root == call.body.root:
                 step = copy.manifest.position.step
                 self.frozen_at.append(step)
-                for peer in self.peers:
-                    while peer.role.position.step < step + SPANNED:
+                for peer in self.peers:  # one step more: the last total may have yet to arrive at the joiner
+                    while peer.role.position.step <= step + SPANNED:
                         await peer.role.moved()
 
 
@@ -71,18 +65,6 @@ def run(tmp_path: Path) -> RunFile:
     return small_run("late", write_texts(tmp_path), nothing, CheckpointSection(every_steps=1000))
 
 
-async def until_equal(s: Swarm, one: Peer, other: Peer, beyond: int) -> None:
-    """Both stand at one position beyond a step, and hold the same bits there."""
-    with trio.move_on_after(60):
-        while True:
-            (place, ours), (there, theirs) = [await p.role.post.catching_up.freeze() for p in (one, other)]
-            if place == there and place.step > beyond:
-                assert [(t.name, bytes(t.payload)) for t in ours] == [(t.name, bytes(t.payload)) for t in theirs]
-                return
-            await other.role.moved()
-    pytest.fail("they never met\n" + "\n".join(events(s.peers.values())))
-
-
 def told(peer: Peer, name: str) -> list[dict[str, Any]]:
     return [event for event in peer.log.recent(500) if event["name"] == name]
 
@@ -96,12 +78,9 @@ async def test_a_download_that_spans_many_steps_is_not_begun_anew(
     optimizer = msgspec.structs.replace(run.optimizer, delayed=delayed)
     run = msgspec.structs.replace(run, averaging=AveragingSection(code=code), optimizer=optimizer)
     async with swarm(tmp_path / "peers") as s:
-        await s.start("backbone", BackboneRole, None)
-        peers = [await s.start(f"stage{i}", StageRole, pinned(run, i % 2)) for i in range(4)]
+        peers, _ = await pipeline(s, run, 4)
         line.peers = [peers[0], peers[2]]
-        await s.start("trainer", TrainerRole, run)
-        while peers[0].role.position.step < 6:  # too far for the totals alone
-            await peers[0].role.moved()
+        await reaches(s, peers[0], 6)  # too far for the totals alone
         new = await s.start("new", StageRole, pinned(run, 0))
         with trio.fail_after(60):
             while not told(new, "stage.caught_up"):
@@ -117,9 +96,7 @@ async def test_a_download_that_spans_many_steps_is_not_begun_anew(
 
 async def test_a_member_that_is_a_step_late_needs_no_state(tmp_path: Path, run: RunFile, line: SlowLine) -> None:
     async with swarm(tmp_path / "peers") as s:
-        await s.start("backbone", BackboneRole, None)
-        peers = [await s.start(f"stage{i}", StageRole, pinned(run, i % 2)) for i in range(4)]
-        await s.start("trainer", TrainerRole, run)
+        peers, _ = await pipeline(s, run, 4)
         late = peers[2]
         while late.role.post is None:
             await late.role.moved()
@@ -129,8 +106,7 @@ async def test_a_member_that_is_a_step_late_needs_no_state(tmp_path: Path, run: 
             late.role.post.orders._step_to = step_to
             raise Refused("not this once")
 
-        while late.role.position.step < 2:
-            await late.role.moved()
+        await reaches(s, late, 2)
         late.role.post.orders._step_to = miss
         with trio.fail_after(60):
             while not told(late, "stage.caught_up"):

@@ -13,17 +13,11 @@ from peerd.core.messages.swarm import Prepare
 from peerd.core.run.runfile import AveragingSection, OptimizerSection
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.orders import PostOrders
-from roles.backbone import BackboneRole
-from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
 from tests.kit.exact import run_file, write_texts
-from tests.kit.training import all_finished, swarm
+from tests.kit.training import all_finished, replicas, swarm
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.socket,
-    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
 
 
 @pytest.mark.parametrize(
@@ -52,9 +46,7 @@ async def test_all_members_say_one_digest_of_one_attempt(
     optimizer: OptimizerSection = msgspec.structs.replace(run.optimizer, total_steps=4)
     run = msgspec.structs.replace(run, averaging=averaging, optimizer=optimizer)
     async with swarm(tmp_path / "peers") as s:
-        await s.start("backbone", BackboneRole, None)
-        peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(4)]
-        await all_finished(s, peers)
+        await all_finished(s, await replicas(s, run, 4))
     shared = [found for found in said.values() if len(found) > 1]
     assert shared
     for found in shared:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,9 @@ import trio
 from peerd.cli import invoke
 from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile
 from peerd.training.checkpoints import stage_checkpoints
-from roles.backbone import BackboneRole
-from roles.stage import StageRole
-from roles.trainer import TrainerRole
 from tests.kit.exact import write_texts
 from tests.kit.processes import run_file
-from tests.kit.training import Peer, events, pinned, small_run, swarm
+from tests.kit.training import Peer, pipeline, reaches, small_run, swarm
 
 FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
 
@@ -38,16 +34,15 @@ class Disk:
     """A disk that fills up or hangs, for checkpoints below `folder`."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.full, self.hangs, self.lets_go = False, False, threading.Event()
+        self.full, self.lets_go = False, trio.Event()
         self.tried: list[str] = []
+        self.held: list[str] = []  # names of the jobs that wait for a disk that hangs
         self._folder = folder
         original = safetensors.torch.save_file
 
         def save_file(state: Any, path: Path, *rest: Any) -> None:
             if path.is_relative_to(self._folder):
                 self.tried.append(path.name)
-                if self.hangs:
-                    self.lets_go.wait(200)
                 if self.full:
                     path.write_bytes(b"as much as there was room for")
                     raise safetensors.SafetensorError(FULL)
@@ -55,13 +50,17 @@ class Disk:
 
         monkeypatch.setattr(safetensors.torch, "save_file", save_file)
 
+    def hang(self, files: Any) -> None:
+        """From the first checkpoint on, hold all jobs of this worker for files until `lets_go` is set."""
+        run = files.run
 
-async def steps(peer: Peer, further: int) -> None:
-    target = peer.role.step + further
-    with trio.move_on_after(200) as limit:
-        while peer.role.step < target:
-            await peer.role.moved()
-    assert not limit.cancelled_caught, "\n".join(events([peer]))
+        async def held(job: Any, *, name: str, **more: Any) -> Any:
+            if self.held or name == "write a checkpoint":
+                self.held.append(name)
+                await self.lets_go.wait()
+            return await run(job, name=name, **more)
+
+        files.run = held
 
 
 async def saved(peer: Peer) -> None:
@@ -70,19 +69,16 @@ async def saved(peer: Peer) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.socket
-@pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter")
+@pytest.mark.usefixtures("autojump_clock")
 async def test_a_full_disk_costs_checkpoints_and_nothing_else(
     tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(tmp_path / "peers" / "stage0", monkeypatch)
     disk.full = True
     async with swarm(tmp_path / "peers") as s:
-        await s.start("backbone", BackboneRole, None)
-        peer, _ = [await s.start(f"stage{i}", StageRole, pinned(run, i)) for i in range(2)]
-        trainer = await s.start("trainer", TrainerRole, run)
+        (peer, _), (trainer,) = await pipeline(s, run, 2)
         await peer.ready.wait()
-        await steps(peer, 5)
+        await reaches(s, peer, 5)
         await saved(peer)
         said = peer.role.status()["not_saved"]
         folder = tmp_path / "peers" / "stage0" / "checkpoints" / "disk" / "stage-0"
@@ -94,7 +90,7 @@ async def test_a_full_disk_costs_checkpoints_and_nothing_else(
         assert [file.name for file in folder.iterdir()] == []  # nor does it leave anything that takes room
         assert len(disk.tried) >= 2
         disk.full = False
-        await steps(peer, 3)
+        await reaches(s, peer, peer.role.step + 3)
         await saved(peer)
         assert peer.role.status()["not_saved"] is None
         assert peer.role.status()["saved_steps"]
@@ -102,28 +98,23 @@ async def test_a_full_disk_costs_checkpoints_and_nothing_else(
 
 
 @pytest.mark.slow
-@pytest.mark.socket
-@pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter")
+@pytest.mark.usefixtures("autojump_clock")
 async def test_steps_go_on_while_a_disk_hangs_and_the_newest_state_is_the_next_to_be_written(
     tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(tmp_path / "peers" / "stage0", monkeypatch)
-    disk.hangs = True
     monkeypatch.setattr(stage_checkpoints, "_HANGS_S", 0.0)
     async with swarm(tmp_path / "peers") as s:
-        await s.start("backbone", BackboneRole, None)
-        peer, _ = [await s.start(f"stage{i}", StageRole, pinned(run, i)) for i in range(2)]
-        await s.start("trainer", TrainerRole, run)
+        (peer, _), _ = await pipeline(s, run, 2)
+        disk.hang(peer.role._ctx.worker("files"))
         await peer.ready.wait()
-        try:
-            await steps(peer, 9)
-            assert len(disk.tried) == 1
-            assert "has not taken the checkpoint of step 2 for" in peer.role.status()["not_saved"]
-            waiting = peer.role.post.saving._waiting[0].step
-            assert waiting >= 8
-        finally:
-            disk.hangs = False
-            disk.lets_go.set()
+        await reaches(s, peer, 9)
+        assert disk.held.count("write a checkpoint") == 1
+        assert disk.tried == []
+        assert "has not taken the checkpoint of step 2 for" in peer.role.status()["not_saved"]
+        waiting = peer.role.post.saving._waiting[0].step
+        assert waiting >= 8
+        disk.lets_go.set()
         await saved(peer)
         steps_tried = [int(name[5:13]) for name in disk.tried]
         assert steps_tried[0] == 2

@@ -1,7 +1,7 @@
 """A hostile trainer at a stage peer: work that nobody admitted, gradients that ruin a sum, more than its share.
 
-Over TCP, by the messages that trainers send. The conductor is the stage peer itself; what it admits, the test signs
-with its key, and orders to average come from its own address.
+By the messages that trainers send. The conductor is the stage peer itself; what it admits, the test signs with its
+key, and orders to average come from its own address.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ from tests.kit.exact import write_texts
 from tests.kit.stagescene import BATCH, Scene, digest, microbatch
 from tests.kit.training import small_run, swarm
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.socket,
-    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
-]
+pytestmark = pytest.mark.usefixtures("autojump_clock")
 STRANGER = Keypair.from_seed(b"not the conductor".ljust(32, b"."))
 
 
@@ -155,6 +151,7 @@ async def test_a_microbatch_has_as_many_samples_as_the_run_says(tmp_path: Path, 
         assert scene.stage.role.post.state.model.held == []
 
 
+@pytest.mark.slow
 async def test_nobody_fills_a_stage_peer_with_what_it_does_not_finish(tmp_path: Path, run: RunFile) -> None:
     """Trainers are admitted, compute, and vanish, each under one name after the other: the honest one's place stays."""
     async with swarm(tmp_path / "peers") as s:

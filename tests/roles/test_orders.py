@@ -17,11 +17,7 @@ from tests.kit.exact import write_texts
 from tests.kit.stagescene import BATCH, Scene, digest
 from tests.kit.training import Peer, small_run, swarm
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.socket,
-    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
-]
+pytestmark = pytest.mark.usefixtures("autojump_clock")
 
 
 @pytest.fixture

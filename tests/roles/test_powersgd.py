@@ -10,28 +10,22 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import trio
 
 from peerd.compute.model.stage_module import StageModule
 from peerd.compute.tensors import state_digest
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import AveragingSection, CheckpointSection, OptimizerSection, RunFile
 from roles.aggregator import AuxRole
-from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
 from tests.kit.exact import Batches, run_file, write_texts
-from tests.kit.training import Peer, Swarm, all_finished, events, swarm, with_line
+from tests.kit.training import all_finished, reaches, replicas, swarm, with_line
 
 STEPS = 24
 STEPS_FOR_A_NEWCOMER = 120  # a step takes milliseconds, and whoever joins a second or two
 LOW_RANK = AveragingSection(code="powersgd", rank=2)
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.socket,
-    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
 
 
 def run_with(averaging: AveragingSection, text: Path, steps: int = STEPS) -> RunFile:
@@ -49,13 +43,6 @@ def write_sentences(folder: Path) -> Path:
     return folder / "*.txt"
 
 
-async def reaches(s: Swarm, peer: Peer, step: int) -> None:
-    with trio.move_on_after(200) as limit:
-        while peer.role.replica.position.step < step:
-            await peer.role.replica.moved()
-    assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
-
-
 def loss_of(module: StageModule, text: Path) -> float:
     tokens = torch.from_numpy(np.frombuffer(text.read_bytes(), np.uint8)[: 16 * 33].astype("int64").reshape(16, 33))
     return module.loss(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
@@ -69,8 +56,7 @@ async def test_replicas_agree_and_learn_as_with_whole_gradients(tmp_path: Path, 
         batches.digests.clear()
         run = run_with(averaging, texts)
         async with swarm(tmp_path / averaging.code) as s:
-            await s.start("backbone", BackboneRole, None)
-            peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(3)]
+            peers = await replicas(s, run, 3)
             await all_finished(s, peers)
             modules = [peer.role.replica.post.served.module for peer in peers]
         assert [place for place, found in batches.digests.items() if len(found) != 1] == []
@@ -94,8 +80,7 @@ async def test_survivors_and_a_newcomer_have_the_same_bits(tmp_path: Path, batch
     run = run_with(LOW_RANK, write_texts(tmp_path), STEPS_FOR_A_NEWCOMER)
     run = msgspec.structs.replace(run, optimizer=msgspec.structs.replace(run.optimizer, delayed=delayed))
     async with swarm(tmp_path / "peers") as s:
-        await s.start("backbone", BackboneRole, None)
-        peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(3)]
+        peers = await replicas(s, run, 3)
         await reaches(s, peers[0], 4)
         peers[1].kill()
         await reaches(s, peers[0], peers[0].role.replica.position.step + 2)
@@ -114,13 +99,12 @@ async def test_survivors_and_a_newcomer_have_the_same_bits(tmp_path: Path, batch
 async def test_a_helper_takes_part_in_both_sums_and_changes_no_bit(tmp_path: Path, batches: Batches) -> None:
     run = run_with(LOW_RANK, write_texts(tmp_path))
     async with swarm(tmp_path / "peers") as s:
-        await s.start("backbone", BackboneRole, None)
+        peers = await replicas(s, with_line(run, 10.0), 3)
         aux = await s.start("aux", AuxRole, with_line(run, 1000.0))
-        replicas = [await s.start(f"replica{i}", TrainerRole, with_line(run, 10.0)) for i in range(3)]
-        await all_finished(s, replicas)
+        await all_finished(s, peers)
         status = aux.role.status()
-        code = replicas[0].role.replica.post.state.model.low_rank
-        positions = [peer.role.replica.position for peer in replicas]
+        code = peers[0].role.replica.post.state.model.low_rank
+        positions = [peer.role.replica.position for peer in peers]
     assert [place for place, found in batches.digests.items() if len(found) != 1] == []
     assert all(isinstance(position, Position) for position in positions)
     rounds = status["averaging"]["rounds"] / 2
@@ -149,8 +133,7 @@ async def test_a_swarm_goes_on_from_its_checkpoints_with_the_q_of_that_step(
         batches.digests.clear()  # what was not saved is done again, on other samples
         loaded.clear()
         async with swarm(tmp_path / "peers") as s:
-            await s.start("backbone", BackboneRole, None)
-            peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(2)]
+            peers = await replicas(s, run, 2)
             for peer in peers:
                 await reaches(s, peer, stop_at)
         assert [place for place, found in batches.digests.items() if len(found) != 1] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,53 +12,55 @@ import msgspec
 import numpy as np
 import pytest
 import trio
+from trio.testing import MockClock
 
 from peerd.core.errors import ConfigError, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import StageAnswer, StageBackward, StageForward
 from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
 from peerd.service.run_services import RunServices
+from peerd.sim.clock import run_virtual
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import write_texts
-from tests.kit.training import Peer, Swarm, events, pinned, small_run, swarm
+from tests.kit.training import pinned, pipeline, reaches, small_run, swarm, until_equal
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.socket,
-    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
-]
+
+def life_run(folder: Path) -> RunFile:
+    """A run on texts that are made in `folder`."""
+    checkpoint = CheckpointSection(every_steps=3, keep=2)
+    return small_run("life", write_texts(folder), EvaluateSection(every_steps=0), checkpoint)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFile:
-    return small_run(
-        "life",
-        write_texts(tmp_path),
-        evaluate=EvaluateSection(every_steps=0),
-        checkpoint=CheckpointSection(every_steps=3, keep=2),
-    )
+    return life_run(tmp_path)
 
 
-async def whole(s: Swarm, run: RunFile, stage_peers: int = 4) -> list[Peer]:
-    await s.start("backbone", BackboneRole, None)
-    peers = [await s.start(f"stage{i}", StageRole, pinned(run, i % 2)) for i in range(stage_peers)]
-    await s.start("trainer", TrainerRole, run)
-    return peers
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFile, Path]:
+    """A run, and the directories of its peers, which were all stopped after the fifth step."""
+    folder = tmp_path_factory.mktemp("ended")
+    run = life_run(folder)
+
+    async def train() -> None:
+        async with swarm(folder / "peers") as s:
+            peers, (trainer,) = await pipeline(s, run, 4)
+            await reaches(s, peers[0], 5)
+            assert all(peer.role.position.step >= 4 for peer in peers)
+            await trainer.role.leave()
+
+    run_virtual(train, seed=1)
+    return run, folder / "peers"
 
 
-async def reaches(s: Swarm, peer: Peer, step: int, timeout_s: float = 200.0) -> None:
-    with trio.move_on_after(timeout_s):
-        while peer.role.position.step < step:
-            await peer.role.moved()
-        return
-    pytest.fail(f"{peer.name} did not reach step {step}\n" + "\n".join(events(s.peers.values())))
-
-
+@pytest.mark.slow
+@pytest.mark.socket
+@pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter")
 async def test_a_killed_peer_returns_with_its_checkpoint_and_catches_up(tmp_path: Path, run: RunFile) -> None:
     async with swarm(tmp_path / "peers") as s:
-        peers = await whole(s, run)
+        peers, (trainer,) = await pipeline(s, run, 4)
         for name in ("more", "still more"):  # stage 0 is the weaker one whatever each peer is measured to do
             await s.start(name, StageRole, pinned(run, 1))
         await reaches(s, peers[0], 4)
@@ -67,17 +70,16 @@ async def test_a_killed_peer_returns_with_its_checkpoint_and_catches_up(tmp_path
         await reaches(s, back, peers[2].role.position.step + 3)
         assert back.role.status()["stage"] == 0
         assert any(event["name"] == "stage.restored" for event in back.log.recent())
-        assert s.peers["trainer"].role.status()["microbatches"]["lost"] == 0
+        assert trainer.role.status()["microbatches"]["lost"] == 0
 
 
-async def test_a_whole_swarm_goes_on_from_its_last_common_checkpoint(tmp_path: Path, run: RunFile) -> None:
-    async with swarm(tmp_path / "peers") as s:
-        peers = await whole(s, run)
-        await reaches(s, peers[0], 5)
-        before = {p.name: p.role.position for p in peers}
-    assert all(position.step >= 4 for position in before.values())
-    async with swarm(tmp_path / "peers") as s:
-        peers = await whole(s, run)
+@pytest.mark.slow
+async def test_a_whole_swarm_goes_on_from_its_last_common_checkpoint(
+    tmp_path: Path, autojump_clock: MockClock, ended: tuple[RunFile, Path]
+) -> None:
+    run, before = ended
+    async with swarm(shutil.copytree(before, tmp_path / "peers")) as s:
+        peers, _ = await pipeline(s, run, 4)
         await reaches(s, peers[0], 6)
         restored = [e["step"] for p in peers for e in p.log.recent() if e["name"] == "stage.restored"]
         assert restored
@@ -86,46 +88,46 @@ async def test_a_whole_swarm_goes_on_from_its_last_common_checkpoint(tmp_path: P
             await reaches(s, peer, 7)
 
 
-async def test_a_newcomer_downloads_the_state_and_serves(tmp_path: Path, run: RunFile) -> None:
+@pytest.mark.slow
+async def test_a_newcomer_downloads_the_state_and_serves(
+    tmp_path: Path, autojump_clock: MockClock, run: RunFile
+) -> None:
     async with swarm(tmp_path / "peers") as s:
-        peers = await whole(s, run, stage_peers=2)
+        peers, _ = await pipeline(s, run, 2)
         await reaches(s, peers[1], 2)
         new = await s.start("new", StageRole, run)
         await reaches(s, new, peers[0].role.position.step + 3)
         assert any(event["name"] == "stage.downloaded" for event in new.log.recent())
         mate = next(p for p in peers if p.role.stage == new.role.stage)
-        donors = mate.role.post.catching_up, new.role.post.catching_up
-        with trio.fail_after(200):
-            while True:  # each copy is made between two steps; in the end both are of the same one
-                (one, ours), (other, theirs) = await donors[0].freeze(), await donors[1].freeze()
-                if one == other:
-                    break
-        assert [(t.name, bytes(t.payload)) for t in ours] == [(t.name, bytes(t.payload)) for t in theirs]
+        await until_equal(s, new, mate, beyond=0)
 
 
-async def test_who_leaves_hands_over_without_a_redo(tmp_path: Path, run: RunFile) -> None:
+@pytest.mark.slow
+async def test_who_leaves_hands_over_without_a_redo(tmp_path: Path, autojump_clock: MockClock, run: RunFile) -> None:
     async with swarm(tmp_path / "peers") as s:
-        peers = await whole(s, run)
+        peers, (trainer,) = await pipeline(s, run, 4)
         await reaches(s, peers[0], 3)
         began = trio.current_time()
         await peers[1].role.leave()
         assert trio.current_time() - began < 9.0
         peers[1].kill()
         await reaches(s, peers[3], peers[3].role.position.step + 3)
-        assert s.peers["trainer"].role.status()["microbatches"]["redone"] == 0
+        assert trainer.role.status()["microbatches"]["redone"] == 0
         assert all(m.peer != peers[1].host.id.text for m in peers[0].role.members)
 
 
-async def test_a_broken_checkpoint_is_named(tmp_path: Path, run: RunFile) -> None:
-    async with swarm(tmp_path / "peers") as s:
-        peers = await whole(s, run, stage_peers=2)
-        await reaches(s, peers[0], 4)
-    for file in (tmp_path / "peers" / "stage0").rglob("*.safetensors"):
+@pytest.mark.slow
+async def test_a_broken_checkpoint_is_named(
+    tmp_path: Path, autojump_clock: MockClock, ended: tuple[RunFile, Path]
+) -> None:
+    run, before = ended
+    peers = shutil.copytree(before, tmp_path / "peers")
+    for file in (peers / "stage0").rglob("*.safetensors"):
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
     with pytest.raises(BaseExceptionGroup) as caught:
-        await start_alone(tmp_path / "peers", pinned(run, 0))
+        await start_alone(peers, pinned(run, 0))
     error = single(caught.value)
     assert isinstance(error, ConfigError)
     assert "safetensors" in str(error)
@@ -137,20 +139,22 @@ async def start_alone(directory: Path, run: RunFile) -> None:
         await trio.sleep_forever()
 
 
-async def test_other_settings_are_named(tmp_path: Path, run: RunFile) -> None:
+@pytest.mark.slow
+async def test_other_settings_are_named(tmp_path: Path, autojump_clock: MockClock, run: RunFile) -> None:
     async with swarm(tmp_path / "peers") as s:
-        peers = await whole(s, run)
+        peers, (trainer,) = await pipeline(s, run, 2)
         await reaches(s, peers[0], 1)  # by then the stage peers have announced themselves and their settings
         other = msgspec.structs.replace(run, optimizer=msgspec.structs.replace(run.optimizer, lr=0.5))
-        ctx = s.peers["stage0"].role._ctx
-        stranger = s.peers["trainer"].role._ctx
+        ctx, stranger = peers[0].role._ctx, trainer.role._ctx
         with pytest.raises(ConfigError, match=r"optimizer\.lr is 0\.5 here and 0\.001 there"):
             with trio.fail_after(200):
                 await TrainerRole(with_run(stranger, other)).run()
         assert ctx.run == pinned(run, 0)
 
 
-async def test_bad_frames_are_refused_and_change_nothing(tmp_path: Path, run: RunFile) -> None:
+async def test_bad_frames_are_refused_and_change_nothing(
+    tmp_path: Path, autojump_clock: MockClock, run: RunFile
+) -> None:
     async with swarm(tmp_path / "peers") as s:
         await s.start("backbone", BackboneRole, None)
         stage = await s.start("stage1", StageRole, pinned(run, 1))
@@ -179,12 +183,10 @@ async def test_bad_frames_are_refused_and_change_nothing(tmp_path: Path, run: Ru
         assert stage.role.post.state.model.held == []
 
 
-async def test_the_trainer_goes_on_in_the_text_where_it_ended(tmp_path: Path, run: RunFile) -> None:
-    async with swarm(tmp_path / "peers") as s:
-        peers = await whole(s, run, stage_peers=2)
-        await reaches(s, peers[0], 4)
-        await s.peers["trainer"].role.leave()
-    position = json.loads((tmp_path / "peers" / "trainer" / "life-position.json").read_text())
+@pytest.mark.slow
+def test_the_trainer_goes_on_in_the_text_where_it_ended(ended: tuple[RunFile, Path]) -> None:
+    _, before = ended
+    position = json.loads((before / "trainer0" / "life-position.json").read_text())
     assert position
 
 
