@@ -15,19 +15,14 @@ from peerd.core.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from roles.backbone import BackboneRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import write_texts
 from tests.kit.normed import write_normed
-from tests.kit.training import Peer, all_finished, swarm
+from tests.kit.training import Peer, all_finished, reaches, replicas, swarm
 
 STEPS, LATE = 40, 5
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.socket,
-    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
 
 
 @pytest.mark.thorough
@@ -55,10 +50,8 @@ async def test_replicas_with_batch_norm_agree_also_with_one_that_joins_late(
 
     monkeypatch.setattr(TrainerRole, "in_flight", in_flight)
     async with swarm(tmp_path / "peers") as s:
-        await s.start("backbone", BackboneRole, None)
-        peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(2)]
-        while peers[0].role.replica.step < LATE:
-            await peers[0].role.replica.moved()
+        peers = await replicas(s, run, 2)
+        await reaches(s, peers[0], LATE)
         late.append(await s.start("late", TrainerRole, run))
         peers += late
         await all_finished(s, peers)

@@ -8,7 +8,6 @@ work for the next step.
 from __future__ import annotations
 
 import itertools
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,11 @@ from peerd.compute.model.served_stage import ServedStage
 from peerd.core.messages.swarm import Mb, Prepare
 from peerd.core.run.runfile import RunFile
 from peerd.training.stage.orders import PostOrders
-from roles.backbone import BackboneRole
-from roles.trainer import TrainerRole
 from tests.kit.amount import few
 from tests.kit.exact import STEPS, Sample, differences, replayed, run_file, write_texts
-from tests.kit.training import Peer, Swarm, events, swarm
+from tests.kit.training import Peer, all_finished, events, reaches, replicas, swarm
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.socket,
-    pytest.mark.no_watchdog("several peers and the threads of their workers share one interpreter"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
 
 
 class Books:
@@ -47,42 +40,36 @@ class Books:
         self._computed: dict[tuple[ServedStage, Mb], Sample] = {}
         self._parts: dict[bytes, dict[str, dict[Mb, Sample]]] = {}  # by attempt and member
         self._attempts: dict[ServedStage, tuple[bytes, list[str]]] = {}
-        self._lock = threading.Lock()
-        self._token = trio.lowlevel.current_trio_token()
         torch.set_num_threads(1)
         backward, commit, part_of = ServedStage.backward, ServedStage.commit, PostOrders._part_of
 
         def noting_backward(served: ServedStage, step: int, mb: Mb, tensors: Any, frames: Any, *more: Any) -> Any:
             new = mb not in (*served.held, *served.early)
             outcome = backward(served, step, mb, tensors, frames, *more)
-            with self._lock:
-                if new:
-                    tokens, targets = (tensor.long().clone() for tensor in tensors)
-                    self._computed[served, mb] = (tokens, targets, served.module.step)
-                if served in self._watched and self._holder is None and step > served.module.step >= self._since:
-                    self._holder = served
-                    self._token.run_sync_soon(self._found.set)
+            if new:
+                tokens, targets = (tensor.long().clone() for tensor in tensors)
+                self._computed[served, mb] = (tokens, targets, served.module.step)
+            if served in self._watched and self._holder is None and step > served.module.step >= self._since:
+                self._holder = served
+                self._found.set()
             return outcome
 
         def noting_part(orders: PostOrders, order: Prepare) -> Any:
             found = part_of(orders, order)
             if not isinstance(found, list):
-                with self._lock:
-                    part = {mb: self._computed[orders._state.served, mb] for mb in order.assigned}
-                    self._parts.setdefault(order.attempt, {})[orders._ctx.host.id.text] = part
-                    self._attempts[orders._state.served] = order.attempt, order.group
+                part = {mb: self._computed[orders._state.served, mb] for mb in order.assigned}
+                self._parts.setdefault(order.attempt, {})[orders._ctx.host.id.text] = part
+                self._attempts[orders._state.served] = order.attempt, order.group
             return found
 
         def noting_commit(served: ServedStage, step: int, total: Any, samples: int) -> None:
-            with self._lock:
-                attempt, group = self._attempts[served]
-                parts = [self._parts[attempt][peer] for peer in group]
-                batch = {mb: sample for part in parts for mb, sample in part.items()}
-                if sum(map(len, parts)) != len(batch) or self.batches.setdefault(step, batch).keys() != batch.keys():
-                    self.faults.append(f"step {step} was averaged of {sorted(batch)}")
+            attempt, group = self._attempts[served]
+            parts = [self._parts[attempt][peer] for peer in group]
+            batch = {mb: sample for part in parts for mb, sample in part.items()}
+            if sum(map(len, parts)) != len(batch) or self.batches.setdefault(step, batch).keys() != batch.keys():
+                self.faults.append(f"step {step} was averaged of {sorted(batch)}")
             commit(served, step, total, samples)
-            with self._lock:
-                self.digests.setdefault(step, set()).add(served.module.digest())
+            self.digests.setdefault(step, set()).add(served.module.digest())
 
         monkeypatch.setattr(ServedStage, "backward", noting_backward)
         monkeypatch.setattr(ServedStage, "commit", noting_commit)
@@ -90,10 +77,10 @@ class Books:
 
     async def first_with_early_work(self, peers: list[Peer], since: int) -> Peer:
         """The first that computes something for a step after the one it stands at, which is `since` or a later one."""
-        with self._lock:
-            self._found, self._since, self._holder = trio.Event(), since, None
-            self._watched = [peer.role.replica.post.state.model for peer in peers]
+        self._found, self._since, self._holder = trio.Event(), since, None
+        self._watched = [peer.role.replica.post.state.model for peer in peers]
         await self._found.wait()
+        assert self._holder.early
         return next(peer for peer in peers if peer.role.replica.post.state.model is self._holder)
 
     def ages(self) -> set[int]:
@@ -114,17 +101,10 @@ def delayed(run: RunFile) -> RunFile:
     return msgspec.structs.replace(run, optimizer=msgspec.structs.replace(run.optimizer, delayed=True))
 
 
-async def finished(s: Swarm, peers: list[Peer]) -> None:
-    with trio.move_on_after(200) as limit:
-        for peer in peers:
-            await peer.finished.wait()
-    assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
-
-
 async def compare(run: RunFile, books: Books, peers: list[Peer]) -> None:
     """All who made the last step have the parameters that the replay gives."""
     books.check()
-    plain = await trio.to_thread.run_sync(replayed, run, books.batches, STEPS)
+    plain = replayed(run, books.batches, STEPS)
     modules = [peer.role.replica.post.served.module for peer in peers]
     done = [module for module in modules if module.step == STEPS]  # its end may overtake a slow peer's leaving
     assert done
@@ -141,9 +121,8 @@ async def test_delayed_replicas_train_like_one_process_that_replays_them(
     books = Books(monkeypatch)
     run = delayed(run_file(optimizer, dtype, write_texts(tmp_path), stages=1))
     async with swarm(tmp_path / "peers") as s:
-        await s.start("backbone", BackboneRole, None)
-        peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(3)]
-        await finished(s, peers)
+        peers = await replicas(s, run, 3)
+        await all_finished(s, peers)
         assert [peer.role.status()["microbatches"]["lost"] for peer in peers] == [0, 0, 0]
     await compare(run, books, peers)
 
@@ -154,18 +133,16 @@ async def test_a_conductor_and_a_member_die_with_early_work_and_the_others_agree
     books = Books(monkeypatch)
     run = delayed(run_file("adamw", "float64", write_texts(tmp_path), stages=1))
     async with swarm(tmp_path / "peers") as s:
-        await s.start("backbone", BackboneRole, None)
-        living = [await s.start(f"replica{i}", TrainerRole, run) for i in range(4)]
+        living = await replicas(s, run, 4)
         for conducts, since in ((True, 2), (False, 5)):
+            await reaches(s, living[0], since - 1)  # who conducts is settled by then
             with trio.move_on_after(200) as limit:
-                while living[0].role.replica.step < since - 1:  # who conducts is settled by then
-                    await living[0].role.replica.moved()
                 acting = [peer for peer in living if peer.role.replica._services.conducting.acting]
                 candidates = acting if conducts else [peer for peer in living if peer not in acting]
                 victim = await books.first_with_early_work(candidates, since)
             assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
             victim.kill()
             living.remove(victim)
-        await finished(s, living)
+        await all_finished(s, living)
         assert [peer.role.status()["microbatches"]["lost"] for peer in living] == [0, 0]
     await compare(run, books, living)

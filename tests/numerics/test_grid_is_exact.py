@@ -1,6 +1,6 @@
 """Nine replicas that average in groups of three train as one process does, also when one dies in the second round.
 
-Over TCP, with the trainer's role.
+In virtual time, with the trainer's role.
 """
 
 from __future__ import annotations
@@ -16,20 +16,13 @@ import trio
 from peerd.core.run.runfile import AveragingSection, BatchSection, RunFile
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.service.averaging.allreduce import Averaging
-from roles.backbone import BackboneRole
-from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.training import Peer, Swarm, all_finished, swarm
+from tests.kit.training import Peer, Swarm, all_finished, replicas, swarm
 
 PEERS = 9
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.socket,
-    pytest.mark.no_watchdog("ten peers and the threads of their workers share one interpreter"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
 
 
 class Sums:
@@ -63,9 +56,8 @@ def grid_run(folder: Path, dtype: str, code: Any = "none") -> RunFile:
     return msgspec.structs.replace(run, averaging=averaging, batch=batch)
 
 
-async def replicas(s: Swarm, run: RunFile, sums: Sums) -> list[Peer]:
-    await s.start("backbone", BackboneRole, None)
-    peers = [await s.start(f"replica{i}", TrainerRole, run) for i in range(PEERS)]
+async def started(s: Swarm, run: RunFile, sums: Sums) -> list[Peer]:
+    peers = await replicas(s, run, PEERS)
     sums.peers = {peer.host.id.text: peer for peer in peers}
     return peers
 
@@ -76,12 +68,12 @@ async def test_nine_replicas_in_a_grid_train_like_one_process(
 ) -> None:
     run, sums = grid_run(tmp_path, dtype), Sums(monkeypatch)
     async with swarm(tmp_path / "peers") as s:
-        peers = await replicas(s, run, sums)
-        await all_finished(s, peers, within_s=200)
+        peers = await started(s, run, sums)
+        await all_finished(s, peers)
         modules = [peer.role.replica.post.served.module for peer in peers]
     assert sums.groups[3, 3] >= PEERS * (STEPS - 2)  # nine may not have been there for the first
     assert batches.faults(per_step=9) == []
-    plain = await trio.to_thread.run_sync(plain_torch, run, batches)
+    plain = plain_torch(run, batches)
     done = [module for module in modules if module.step == STEPS]
     assert done
     for module in done:
@@ -95,8 +87,8 @@ async def test_replicas_in_a_grid_stay_equal_though_gradients_are_coded(
 ) -> None:
     run, sums = grid_run(tmp_path, "float32", code), Sums(monkeypatch)
     async with swarm(tmp_path / "peers") as s:
-        peers = await replicas(s, run, sums)
-        await all_finished(s, peers, within_s=200)
+        peers = await started(s, run, sums)
+        await all_finished(s, peers)
     assert sums.groups[3, 3] >= PEERS * (STEPS - 2)
     assert len(batches.digests) == STEPS
     assert batches.faults(per_step=9) == []
@@ -109,17 +101,17 @@ async def test_a_replica_that_dies_in_the_second_round_is_left_out_and_the_other
     run, sums = grid_run(tmp_path, "float64"), Sums(monkeypatch)
     sums.kill_after = 3 * PEERS + 2  # some have made their second round of that attempt, others have yet to
     async with swarm(tmp_path / "peers") as s:
-        peers = await replicas(s, run, sums)
+        peers = await started(s, run, sums)
         with trio.fail_after(200):
             await sums.somebody_died.wait()
         living = [peer for peer in peers if peer not in sums.killed]
-        await all_finished(s, living, within_s=200)
+        await all_finished(s, living)
         modules = [peer.role.replica.post.served.module for peer in living]
     assert len(sums.killed) == 1
     assert len(modules) == PEERS - 1
     assert sums.groups[2, 2] + sums.groups[2, 4] > 0  # eight in groups of three at most: three rounds of two
     assert batches.faults(per_step=9) == []
-    plain = await trio.to_thread.run_sync(plain_torch, run, batches)
+    plain = plain_torch(run, batches)
     done = [module for module in modules if module.step == STEPS]
     assert done
     for module in done:

@@ -1,8 +1,8 @@
 """Stage peers that hand microbatches on to each other train exactly like one process, whoever dies in mid-step.
 
-3 stages x 2 peers and 2 trainers over TCP, ten global steps, lossless. What dies: a predecessor after it sent, a
-successor before its backward, both of one route, the conductor, the only link between two healthy peers; or a peer has
-no room for what it should keep; or every call is sent to two peers.
+3 stages x 2 peers and 2 trainers, ten global steps, lossless. What dies: a predecessor after it sent, a successor
+before its backward, both of one route, the conductor, the only link between two healthy peers; or a peer has no room
+for what it should keep; or every call is sent to two peers. In virtual time, and one case over TCP.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 import trio
+from trio.testing import MockClock
 
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.errors import Unreachable
@@ -29,20 +29,16 @@ from peerd.service.pipeline.hedging import Hedged
 from peerd.service.pipeline.next_stage import NextStage
 from peerd.service.pipeline.stage_peers import StagePeers
 from peerd.service.rpc.rpc import Incoming
+from peerd.sim.simnet import SimLine
 from peerd.training.stage.handover import HandOver
-from roles.backbone import BackboneRole
-from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.amount import few
 from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.training import Peer, all_finished, events, swarm
+from tests.kit.training import Peer, all_finished, events, stage_peers, swarm
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.socket,
-    pytest.mark.no_watchdog("nine peers and the threads of their workers share one interpreter"),
-]
+pytestmark = pytest.mark.slow
 STAGES = 3
+LINE = SimLine(latency_s=0.001, up_mbit_s=100, down_mbit_s=100)  # calls sent together arrive one after another
 OVERTAKEN = Counter[int]()  # calls that a mate answered first, by stage
 HELD_BACK_S = 0.1  # at most, for the mate's answer
 FIRST_DEATH = 4  # the step in which somebody dies, or a later one
@@ -172,12 +168,8 @@ def nobody(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None: ...
 
 async def train(directory: Path, run: RunFile, deaths: Deaths, monkeypatch: pytest.MonkeyPatch) -> list[Peer]:
     """Ten steps; returns the stage peers that live."""
-    async with swarm(directory) as s:
-        await s.start("backbone", BackboneRole, None)
-        stages = []
-        for i in range(2 * STAGES):
-            limits = msgspec.structs.replace(run.limits, stage=i % STAGES)
-            stages.append(await s.start(f"stage{i}", StageRole, msgspec.structs.replace(run, limits=limits)))
+    async with swarm(directory, LINE) as s:
+        stages = await stage_peers(s, run, 2 * STAGES)
         with trio.fail_after(30):
             for peer in stages:
                 await peer.ready.wait()
@@ -213,12 +205,34 @@ async def train(directory: Path, run: RunFile, deaths: Deaths, monkeypatch: pyte
     ),
 )
 async def test_a_swarm_that_hands_over_trains_exactly_like_one_process(
-    tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch, deaths: Deaths, optimizer: str, dtype: str
+    tmp_path: Path,
+    autojump_clock: MockClock,
+    batches: Batches,
+    monkeypatch: pytest.MonkeyPatch,
+    deaths: Deaths,
+    optimizer: str,
+    dtype: str,
 ) -> None:
-    run = run_file(optimizer, dtype, write_texts(tmp_path), stages=STAGES)
-    run = msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, layers=STAGES))
-    torch.set_num_threads(1)
-    living = await train(tmp_path / "peers", run, deaths, monkeypatch)
+    await trains_exactly(tmp_path, run_of(tmp_path, optimizer, dtype), deaths, batches, monkeypatch)
+
+
+@pytest.mark.socket
+@pytest.mark.no_watchdog("nine peers and the threads of their workers share one interpreter")
+async def test_a_swarm_that_loses_both_peers_of_a_route_trains_exactly_like_one_process_over_tcp(
+    tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await trains_exactly(tmp_path, run_of(tmp_path, "adamw", "float64"), both_of_one_route, batches, monkeypatch)
+
+
+def run_of(folder: Path, optimizer: str, dtype: str) -> RunFile:
+    run = run_file(optimizer, dtype, write_texts(folder), stages=STAGES)
+    return msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, layers=STAGES))
+
+
+async def trains_exactly(
+    folder: Path, run: RunFile, deaths: Deaths, batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    living = await train(folder / "peers", run, deaths, monkeypatch)
     dead = {nobody: 0, every_call_twice: 0, a_full_stash: 0, both_of_one_route: 2}.get(deaths, 1)
     assert len(living) == 2 * STAGES - dead
     if deaths is a_full_stash:
@@ -227,20 +241,13 @@ async def test_a_swarm_that_hands_over_trains_exactly_like_one_process(
         assert set(OVERTAKEN) == set(range(STAGES))
     modules: list[StageModule] = [peer.role.post.served.module for peer in living]
     assert batches.faults(per_step=8) == [], "\n".join(events(living))
-    plain = await trio.to_thread.run_sync(plain_torch, run, batches)
-    assert differences(run, plain, modules) == []
+    assert differences(run, plain_torch(run, batches), modules) == []
 
 
 @pytest.mark.thorough
 async def test_what_a_trainer_sends_to_two_peers_of_each_stage_counts_once(
-    tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, autojump_clock: MockClock, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = run_file("adamw", "float64", write_texts(tmp_path), stages=STAGES)
-    pipeline = msgspec.structs.replace(run.pipeline, handover="trainer")
-    run = msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, layers=STAGES), pipeline=pipeline)
-    torch.set_num_threads(1)
-    living = await train(tmp_path / "peers", run, every_call_twice, monkeypatch)
-    assert set(OVERTAKEN) == set(range(STAGES))
-    assert batches.faults(per_step=8) == [], "\n".join(events(living))
-    plain = await trio.to_thread.run_sync(plain_torch, run, batches)
-    assert differences(run, plain, [peer.role.post.served.module for peer in living]) == []
+    run = run_of(tmp_path, "adamw", "float64")
+    run = msgspec.structs.replace(run, pipeline=msgspec.structs.replace(run.pipeline, handover="trainer"))
+    await trains_exactly(tmp_path, run, every_call_twice, batches, monkeypatch)

@@ -1,8 +1,8 @@
 """Training by a swarm gives the parameters that one plain torch process gives on the same batches.
 
-2 stages x 2 peers and 2 trainers over TCP, 10 global steps, lossless; then again with a stage peer that dies in the
-middle of a step, the conductor or another. With lossy codes on the boundaries and between stage-mates it comes near,
-and stage-mates still agree bit for bit.
+2 stages x 2 peers and 2 trainers, 10 global steps, lossless; then again with a stage peer that dies in the middle of a
+step, the conductor or another. With lossy codes on the boundaries and between stage-mates it comes near, and
+stage-mates still agree bit for bit. In virtual time, and one case over TCP.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 import trio
+from trio.testing import MockClock
 
 from peerd.compute.model.partition import whole_model
 from peerd.compute.model.served_stage import ServedStage
@@ -23,12 +23,9 @@ from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import AveragingSection, BoundarySection, RunFile
 from peerd.machine.pipeline.route_policy import InTurn
 from peerd.service.pipeline import direct
-from roles.backbone import BackboneRole
-from roles.stage import StageRole
-from roles.trainer import TrainerRole
 from tests.kit.amount import few, thorough
 from tests.kit.exact import TOLERANCE, Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.training import events, swarm
+from tests.kit.training import all_finished, pipeline, reaches, swarm
 
 
 async def train(directory: Path, run: RunFile, victim: str, monkeypatch: pytest.MonkeyPatch) -> list[StageModule]:
@@ -39,32 +36,16 @@ async def train(directory: Path, run: RunFile, victim: str, monkeypatch: pytest.
     if victim != "nobody":
         monkeypatch.setattr(direct, "RouteFlow", lambda rng: InTurn())
     async with swarm(directory) as s:
-        await s.start("backbone", BackboneRole, None)
-        stages = []
-        for i in range(4):
-            limits = msgspec.structs.replace(run.limits, stage=i % 2)
-            pinned = msgspec.structs.replace(run, limits=limits)
-            stages.append(await s.start(f"stage{i}", StageRole, pinned))
-        trainers = [await s.start(f"trainer{i}", TrainerRole, run) for i in range(2)]
+        stages, trainers = await pipeline(s, run, 4, trainers=2)
         if victim != "nobody":
-            with trio.fail_after(200):
-                await begun(stages)
+            await reaches(s, stages[0], 1)
             conducts = victim == "conductor"
             may_die = [peer for peer in stages if peer.role._services.conducting.acting == conducts]
             stages.remove(await killed_mid_step(may_die, monkeypatch))
-        with trio.move_on_after(200) as limit:
-            for trainer in trainers:
-                await trainer.finished.wait()
-        assert not limit.cancelled_caught, "\n".join(events(s.peers.values()))
+        await all_finished(s, trainers)
         for trainer in trainers:
             assert trainer.role.status()["microbatches"]["lost"] == 0
         return [peer.role.post.served.module for peer in stages]
-
-
-async def begun(stages: list[Any]) -> None:
-    """Wait for the first step."""
-    while not stages[0].role.position.step:
-        await stages[0].role.moved()
 
 
 async def killed_mid_step(peers: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -85,13 +66,12 @@ async def killed_mid_step(peers: list[Any], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ServedStage, "backward", backward)
     with trio.fail_after(200):
         await holds.wait()
+    assert found[0].role.post.state.model.held
     found[0].kill()
     return found[0]
 
 
 @pytest.mark.slow
-@pytest.mark.socket
-@pytest.mark.no_watchdog("seven peers and the threads of their workers share one interpreter")
 @pytest.mark.parametrize(
     ("victim", "optimizer", "dtype"),
     few(
@@ -101,19 +81,37 @@ async def killed_mid_step(peers: list[Any], monkeypatch: pytest.MonkeyPatch) -> 
     ),
 )
 async def test_a_swarm_trains_exactly_like_one_process(
-    tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch, optimizer: str, dtype: str, victim: str
+    tmp_path: Path,
+    autojump_clock: MockClock,
+    batches: Batches,
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: str,
+    dtype: str,
+    victim: str,
 ) -> None:
     run = run_file(optimizer, dtype, write_texts(tmp_path))
-    torch.set_num_threads(1)
-    modules = await train(tmp_path / "peers", run, victim, monkeypatch)
-    assert batches.faults(per_step=8) == []
-    plain = await trio.to_thread.run_sync(plain_torch, run, batches)
-    assert differences(run, plain, modules) == []
+    await trains_exactly(tmp_path / "peers", run, victim, batches, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.socket
 @pytest.mark.no_watchdog("seven peers and the threads of their workers share one interpreter")
+async def test_a_swarm_whose_conductor_dies_trains_exactly_like_one_process_over_tcp(
+    tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_file("adamw", "float64", write_texts(tmp_path))
+    await trains_exactly(tmp_path / "peers", run, "conductor", batches, monkeypatch)
+
+
+async def trains_exactly(
+    directory: Path, run: RunFile, victim: str, batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = await train(directory, run, victim, monkeypatch)
+    assert batches.faults(per_step=8) == []
+    assert differences(run, plain_torch(run, batches), modules) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("boundary", "averaging", "near"),
     [
@@ -128,6 +126,7 @@ async def test_a_swarm_trains_exactly_like_one_process(
 )
 async def test_coded_training_stays_near_and_stage_mates_stay_equal(
     tmp_path: Path,
+    autojump_clock: MockClock,
     batches: Batches,
     monkeypatch: pytest.MonkeyPatch,
     boundary: BoundarySection,
@@ -135,13 +134,12 @@ async def test_coded_training_stays_near_and_stage_mates_stay_equal(
     near: float,
 ) -> None:
     run = run_file("sgd", "float32", write_texts(tmp_path))
-    pipeline = msgspec.structs.replace(run.pipeline, boundary=boundary)
-    run = msgspec.structs.replace(run, pipeline=pipeline, averaging=averaging)
-    torch.set_num_threads(1)
+    boundaries = msgspec.structs.replace(run.pipeline, boundary=boundary)
+    run = msgspec.structs.replace(run, pipeline=boundaries, averaging=averaging)
     modules = await train(tmp_path / "peers", run, "nobody", monkeypatch)
     assert batches.faults(per_step=8) == []
     start = {name: value.detach().clone() for name, value in whole_model(run).named_parameters()}
-    model = dict((await trio.to_thread.run_sync(plain_torch, run, batches)).named_parameters())
+    model = dict(plain_torch(run, batches).named_parameters())
     away = moved = 0.0
     for module in modules:
         for name, value in module.state().items():
