@@ -14,7 +14,7 @@ import trio
 from peerd.core.experts.grid import Uid, bitmap, grid_of, prefix_key
 from peerd.core.messages.encoding import encode
 from peerd.core.messages.experts import Announced, Name, Pointer, state_root
-from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
+from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.log import EventLog
 from peerd.machine.experts.sharing import HostShare
 from peerd.role import RoleContext
@@ -26,6 +26,8 @@ from peerd.sim.simnet import SimNet
 from peerd.training.expert.adoption import Adoption
 from peerd.training.expert.checkpoints import ExpertCheckpoints
 from peerd.training.expert.sharing import ExpertSharing
+from tests.kit.expert_runs import expert_run
+from tests.kit.fake_experts import FakeExpert, FakeHosted
 from tests.kit.hosts import keypair
 from tests.kit.virtual import addr_of, running_net, transport
 from tests.kit.workers import InlineWorker
@@ -35,12 +37,6 @@ T = TypeVar("T")
 MIB = 1 << 20
 ANNOUNCE_S = 10.0
 STATE_BYTES = 2 * MIB  # the most that a state of a made-up expert takes
-
-
-def expert_run(**section: Any) -> RunFile:
-    return RunFile(
-        run="moe", experts=ExpertsSection(**{"layers": 1, "grid": [4, 4], "announce_s": ANNOUNCE_S} | section)
-    )
 
 
 def state(seed: int, size: int = 2 * MIB + 100) -> bytes:
@@ -84,36 +80,12 @@ class ExpertPeer:
         self.scope.cancel()
 
 
-class MadeUpExpert:
-    """A state of text and a version, `size` bytes long; "NaN" does not load."""
-
-    def __init__(self, uid: Uid, seed: str = "anew") -> None:
-        self.uid, self.seed, self.version, self.size = uid, seed, 0, 1000
-
-    def snapshot(self) -> bytes:
-        return f"{self.uid}|{self.seed}|{self.version}|".encode().ljust(self.size, b".")
-
-    def load(self, data: bytes | bytearray) -> None:
-        uid, seed, version, _ = data.split(b"|")
-        if seed == b"NaN":
-            raise ValueError("it holds NaN")
-        if uid.decode() != str(self.uid):
-            raise ValueError("it is another expert's")
-        self.seed, self.version, self.size = seed.decode(), int(version), len(data)
-
-
-@dataclass
-class MadeUpHosted:
-    model: MadeUpExpert
-    generation: int
-
-
 class MadeUpHost:
     """The host of experts on one peer, with the two that keep and adopt them."""
 
     def __init__(self, swarm: ExpertSwarm, peer: ExpertPeer, places: int, *, shares: bool = False) -> None:
         self.swarm, self.peer, self.places = swarm, peer, places
-        self.experts: dict[Uid, MadeUpHosted] = {}
+        self.experts: dict[Uid, FakeHosted] = {}
         self.dropped: dict[Uid, str] = {}
         self.adopted_at: dict[Uid, float] = {}
         self.log = EventLog(peer.stack.clock)
@@ -140,17 +112,17 @@ class MadeUpHost:
             self.sharing = ExpertSharing(ctx, peer.vault, self, self.checkpoints, state_bytes=STATE_BYTES)
             peer.tasks.append(self.sharing.run)
 
-    def begin(self, uid: Uid, seed: str = "anew", generation: int = 0) -> MadeUpExpert:
+    def begin(self, uid: Uid, seed: str = "anew", generation: int = 0) -> FakeExpert:
         """Host an expert from the start."""
-        model = MadeUpExpert(uid, seed)
-        self.experts[uid] = MadeUpHosted(model, generation)
+        model = FakeExpert(uid, seed=seed)
+        self.experts[uid] = FakeHosted(model, generation)
         return model
 
     async def adopt(self, uid: Uid, generation: int, state: bytes | bytearray | None) -> None:
-        model = MadeUpExpert(uid)
+        model = FakeExpert(uid)
         if state is not None:
             model.load(state)
-        self.experts[uid] = MadeUpHosted(model, generation)
+        self.experts[uid] = FakeHosted(model, generation)
         self.adopted_at[uid] = trio.current_time()
 
     async def tell(self, uid: Uid) -> None:
@@ -230,7 +202,7 @@ class ExpertSwarm:
         await self.begin(host.peer)
         return host
 
-    async def claim(self, peer: ExpertPeer, *uids: Uid, hosted: Mapping[Uid, MadeUpHosted]) -> None:
+    async def claim(self, peer: ExpertPeer, *uids: Uid, hosted: Mapping[Uid, FakeHosted]) -> None:
         """Announce experts below one prefix, as their host does every period."""
         prefix, addrs = uids[0].prefix, [str(addr) for addr in peer.stack.host.addrs()]
         announced = Announced(

@@ -15,28 +15,28 @@ from peerd.core.experts.contract import ExpertAsk
 from peerd.core.experts.grid import Grid, Uid, bitmap, grid_of
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.experts import Announced, Backward, Forward, Gradient, Name, Output
-from peerd.core.run.runfile import ExpertsSection, ModelSection, RunFile
+from peerd.core.run.runfile import RunFile
 from peerd.service.experts.expert_client import ExpertClient
 from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import stack_on
 from peerd.sim.world import Node, World
+from tests.kit.expert_runs import expert_run
+from tests.kit.fake_experts import frame as frame_of
 from tests.kit.workers import InlineWorker
 
 WIDTH = 3
 
 
-def experts_run(*sides: int, layers: int = 1, **changes: Any) -> RunFile:
+def experts_run(*sides: int, **experts: Any) -> RunFile:
     """A run whose experts take and give vectors of WIDTH numbers."""
-    told: dict[str, Any] = {"announce_s": 10.0, "timeout_s": 10.0, "input": [WIDTH], **changes}
-    section = ExpertsSection(grid=list(sides) or [4, 4], layers=layers, **told)
-    return RunFile(run="moe", model=ModelSection(d_model=WIDTH), experts=section)
+    return expert_run(*sides, width=WIDTH, **experts)
 
 
 def frame(rows: int, value: float = 1.0, width: int = WIDTH, dtype: str = "float32") -> TensorFrame:
-    values = np.full((rows, width), value, dtype=np.float32 if dtype == "float32" else np.float64)
-    return TensorFrame(dtype, (rows, width), values.tobytes())
+    """Samples that hold one value."""
+    return frame_of(*[value] * rows, width=width, dtype=dtype)
 
 
 def values_of(given: TensorFrame) -> list[float]:

@@ -1,25 +1,17 @@
-"""Experts without weights, frames for them, and a small run: for tests of what stands between callers and experts."""
+"""Experts without weights, and frames for them: for tests of what stands between callers, hosts and vaults."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
-from peerd.core.run.runfile import ExpertsSection, ModelSection, RunFile
 
 WIDTH = 4
-
-
-def expert_run(**experts: Any) -> RunFile:
-    """Two layers of 4 x 4 experts for samples of four values."""
-    section = ExpertsSection(**{"grid": [4, 4], "layers": 2, "input": [WIDTH], "max_batch": 8} | experts)
-    return RunFile(run="experts", seed=1, model=ModelSection(d_model=WIDTH, layers=2), experts=section)
 
 
 def frame(*rows: float, width: int = WIDTH, dtype: str = "float32") -> TensorFrame:
@@ -43,11 +35,14 @@ class WrongRequest(ValueError):
 class FakeExpert:
     """Multiplies by ten and adds its version; a gradient comes back doubled. Writes down its batches.
 
-    `names_faults`: tells which request of a batch was wrong. `crashes`: fails by its own fault.
+    `seed`: text that its state keeps; "NaN" does not load. `size`: of a state, at least. `names_faults`: tells which
+    request of a batch was wrong. `crashes`: fails by its own fault.
     """
 
     uid: Uid
     version: int = 0
+    seed: str = "anew"
+    size: int = 0
     names_faults: bool = True
     crashes: bool = False
     nbytes: int = 100
@@ -65,13 +60,15 @@ class FakeExpert:
         return [frame(*(2 * value for value in rows_of(gradient))) for _, gradient in pairs]
 
     def snapshot(self) -> bytes:
-        return f"{self.uid} {self.version}".encode()
+        return f"{self.uid}|{self.seed}|{self.version}|".encode().ljust(self.size, b".")
 
     def load(self, data: bytes | bytearray) -> None:
-        uid, version = data.decode().split()
+        uid, seed, version, _ = data.decode().split("|")
+        if seed == "NaN":
+            raise ValueError("it holds NaN")
         if uid != str(self.uid):
             raise ValueError(f"a state of {uid}, not of {self.uid}")
-        self.version = int(version)
+        self.seed, self.version, self.size = seed, int(version), len(data)
 
     def _look(self, xs: Sequence[TensorFrame]) -> None:
         if self.crashes:

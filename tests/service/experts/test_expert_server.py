@@ -20,7 +20,8 @@ from peerd.core.messages.experts import Backward, Forward, Gradient, Name, Outpu
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.service.experts.expert_server import ExpertServer, ServerConfig
 from peerd.service.rpc.rpc import Rpc
-from tests.kit.fake_experts import FakeExpert, FakeHosted, expert_run, frame, request_id, rows_of
+from tests.kit.expert_runs import expert_run
+from tests.kit.fake_experts import WIDTH, FakeExpert, FakeHosted, frame, request_id, rows_of
 from tests.kit.fakehost import FakeHost, FakeNet, TrioClock, fake_net
 
 X, Y = Uid(0, (1, 2)), Uid(1, (3, 0))
@@ -82,7 +83,7 @@ class Scene:
 @asynccontextmanager
 async def scene(batch_s: float = 1.0, names_faults: bool = True, **experts: Any) -> AsyncIterator[Scene]:
     """A host whose batches take `batch_s`."""
-    run = expert_run(**experts)
+    run = expert_run(width=WIDTH, **{"layers": 2, "max_batch": 8} | experts)
     with trio.fail_after(3600):
         async with fake_net() as net:
             host = net.host("host")

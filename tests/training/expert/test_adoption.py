@@ -20,26 +20,26 @@ from peerd.core.messages.experts import HolderOffer, Name, Pointer
 from peerd.machine.experts.custody import in_turn
 from peerd.service.experts.vault_disk import digests_of
 from tests.kit.amount import some
+from tests.kit.expert_runs import expert_run
 from tests.kit.expertpeers import (
     ANNOUNCE_S,
     MIB,
     STATE_BYTES,
     ExpertPeer,
     ExpertSwarm,
-    MadeUpExpert,
     MadeUpHost,
-    expert_run,
     expert_swarm,
     in_expert_swarm,
     pointer_to,
 )
+from tests.kit.fake_experts import FakeExpert
 
 pytestmark = pytest.mark.slow  # many periods of several peers
 
-RUN = expert_run(grid=[2, 6], checkpoint_updates=10, checkpoint_s=5)
+RUN = expert_run(2, 6, checkpoint_updates=10, checkpoint_s=5)
 UIDS = [Uid(0, (row, column)) for row in range(2) for column in range(6)]
 A, B, C = Uid(0, (0, 2)), Uid(0, (0, 4)), Uid(0, (0, 5))  # below one prefix, for scenes with few experts
-ONE_PREFIX = expert_run(grid=[1, 6], checkpoint_updates=10, checkpoint_s=5)
+ONE_PREFIX = expert_run(1, 6, checkpoint_updates=10, checkpoint_s=5)
 
 
 @dataclass(frozen=True)
@@ -434,7 +434,6 @@ async def test_of_two_owners_in_one_generation_the_higher_peer_id_stays(
 
 
 def test_made_up_states_come_back() -> None:
-    model, again = MadeUpExpert(A, "seed"), MadeUpExpert(A)
-    model.version = 5
+    model, again = FakeExpert(A, 5, "seed"), FakeExpert(A)
     again.load(model.snapshot())
     assert (again.seed, again.version) == ("seed", 5)

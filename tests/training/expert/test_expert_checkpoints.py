@@ -5,24 +5,19 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
 from trio.testing import MockClock
 
 from peerd.core.experts.grid import Uid
-from peerd.core.run.runfile import RunFile
 from peerd.service.experts import vault_disk
-from tests.kit.expertpeers import MIB, MadeUpHost, expert_run, expert_swarm, until
+from tests.kit.expert_runs import expert_run
+from tests.kit.expertpeers import MIB, MadeUpHost, expert_swarm, until
 
 pytestmark = pytest.mark.slow  # many periods of several peers
 
 A, B = Uid(0, (0, 1)), Uid(0, (1, 0))
-
-
-def run_with(**section: Any) -> RunFile:
-    return expert_run(grid=[2, 2], **section)
 
 
 def holders_of(host: MadeUpHost, uid: Uid) -> set[str]:
@@ -34,7 +29,7 @@ def holders_of(host: MadeUpHost, uid: Uid) -> set[str]:
 async def test_a_checkpoint_is_written_after_so_many_updates_and_two_other_hosts_hold_it(
     autojump_clock: MockClock, tmp_path: Path
 ) -> None:
-    async with expert_swarm(tmp_path, run_with(checkpoint_updates=10, checkpoint_s=1000)) as swarm:
+    async with expert_swarm(tmp_path, expert_run(2, 2, checkpoint_updates=10, checkpoint_s=1000)) as swarm:
         await swarm.start("backbone", "second", "third")
         host = await swarm.host("host", A)
         model = host.experts[A].model
@@ -58,7 +53,7 @@ async def test_a_checkpoint_is_written_after_so_many_updates_and_two_other_hosts
 
 
 async def test_no_update_stays_longer_without_a_checkpoint_than_said(autojump_clock: MockClock, tmp_path: Path) -> None:
-    async with expert_swarm(tmp_path, run_with(checkpoint_updates=1000, checkpoint_s=20, copies=1)) as swarm:
+    async with expert_swarm(tmp_path, expert_run(2, 2, checkpoint_updates=1000, checkpoint_s=20, copies=1)) as swarm:
         await swarm.start("backbone")
         host = await swarm.host("host", A, B)
         host.experts[A].model.version = 1
@@ -70,7 +65,7 @@ async def test_no_update_stays_longer_without_a_checkpoint_than_said(autojump_cl
 
 
 async def test_a_newer_checkpoint_goes_where_the_one_before_lies(autojump_clock: MockClock, tmp_path: Path) -> None:
-    async with expert_swarm(tmp_path, run_with(checkpoint_updates=10)) as swarm:
+    async with expert_swarm(tmp_path, expert_run(2, 2, checkpoint_updates=10)) as swarm:
         await swarm.start("b0", "b1", "b2", "b3", "b4")
         host = await swarm.host("host", A)
         held = []
@@ -83,7 +78,7 @@ async def test_a_newer_checkpoint_goes_where_the_one_before_lies(autojump_clock:
 
 
 async def test_a_holder_that_is_lost_is_replaced(autojump_clock: MockClock, tmp_path: Path) -> None:
-    async with expert_swarm(tmp_path, run_with(checkpoint_updates=10)) as swarm:
+    async with expert_swarm(tmp_path, expert_run(2, 2, checkpoint_updates=10)) as swarm:
         await swarm.start("b0", "b1", "b2")
         host = await swarm.host("host", A)
         host.experts[A].model.version = 10
@@ -95,7 +90,7 @@ async def test_a_holder_that_is_lost_is_replaced(autojump_clock: MockClock, tmp_
 
 
 async def test_too_few_holders_are_said_once_and_found_later(autojump_clock: MockClock, tmp_path: Path) -> None:
-    async with expert_swarm(tmp_path, run_with(checkpoint_updates=10)) as swarm:
+    async with expert_swarm(tmp_path, expert_run(2, 2, checkpoint_updates=10)) as swarm:
         await swarm.start("backbone")
         host = await swarm.host("host", A)
         host.experts[A].model.version = 10
@@ -109,7 +104,7 @@ async def test_too_few_holders_are_said_once_and_found_later(autojump_clock: Moc
 async def test_with_a_full_disk_of_its_own_others_hold_it_still(
     autojump_clock: MockClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with expert_swarm(tmp_path, run_with(checkpoint_updates=10, copies=1)) as swarm:
+    async with expert_swarm(tmp_path, expert_run(2, 2, checkpoint_updates=10, copies=1)) as swarm:
         (backbone,) = await swarm.start("backbone")
         host = await swarm.host("host", A)
         allocate = os.posix_fallocate
@@ -129,7 +124,7 @@ async def test_with_a_full_disk_of_its_own_others_hold_it_still(
 
 
 async def test_on_leaving_the_last_updates_are_saved(autojump_clock: MockClock, tmp_path: Path) -> None:
-    async with expert_swarm(tmp_path, run_with(checkpoint_updates=1000, checkpoint_s=1000, copies=1)) as swarm:
+    async with expert_swarm(tmp_path, expert_run(2, 2, checkpoint_updates=1000, checkpoint_s=1000, copies=1)) as swarm:
         (backbone,) = await swarm.start("backbone")
         host = await swarm.host("host", A)
         await trio.sleep(5)
@@ -143,7 +138,7 @@ async def test_on_leaving_the_last_updates_are_saved(autojump_clock: MockClock, 
 async def test_what_came_from_our_own_disk_is_not_written_again_but_copied(
     autojump_clock: MockClock, tmp_path: Path
 ) -> None:
-    async with expert_swarm(tmp_path, run_with(checkpoint_updates=10, copies=1)) as swarm:
+    async with expert_swarm(tmp_path, expert_run(2, 2, checkpoint_updates=10, copies=1)) as swarm:
         (backbone,) = await swarm.start("backbone")
         host = await swarm.host("host", A)
         host.experts[A].model.version = 10

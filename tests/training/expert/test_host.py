@@ -23,7 +23,8 @@ from peerd.machine.experts.claims import last_prefixes, outbid
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Rpc
 from peerd.training.expert.host import ExpertHost, Told
-from tests.kit.fake_experts import FakeExpert, expert_run, frame
+from tests.kit.expert_runs import expert_run
+from tests.kit.fake_experts import WIDTH, FakeExpert, frame
 from tests.kit.fakehost import FakeHost, FakeNet, TrioClock, fake_net
 
 X = Uid(0, (1, 2))
@@ -154,7 +155,7 @@ class Scene:
 async def scene(folder: Path, **experts: Any) -> AsyncIterator[Scene]:
     with trio.fail_after(10_000):
         async with fake_net() as net:
-            yield Scene(net, folder, expert_run(**{"announce_s": PERIOD_S} | experts))
+            yield Scene(net, folder, expert_run(width=WIDTH, **{"announce_s": PERIOD_S, "layers": 2} | experts))
 
 
 @dataclass
@@ -203,7 +204,7 @@ class FakeKeeper:
 
 
 def state(uid: Uid, version: int) -> bytes:
-    return f"{uid} {version}".encode()
+    return FakeExpert(uid, version).snapshot()
 
 
 async def test_hosts_that_come_together_share_the_grid_and_nobody_has_an_experts_twin(

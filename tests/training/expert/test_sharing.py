@@ -15,11 +15,12 @@ from peerd.core.messages.experts import TakenOver, TakeOver
 from peerd.machine.experts.sharing import HostShare
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
 from peerd.training.expert.sharing import TAKE
-from tests.kit.expertpeers import ANNOUNCE_S, ExpertSwarm, MadeUpHost, expert_run, expert_swarm, pointer_to, state
+from tests.kit.expert_runs import expert_run
+from tests.kit.expertpeers import ANNOUNCE_S, ExpertSwarm, MadeUpHost, expert_swarm, pointer_to, state
 
 pytestmark = pytest.mark.slow  # many periods of several peers
 
-RUN = expert_run(grid=[3, 4], checkpoint_updates=10, checkpoint_s=5)
+RUN = expert_run(3, 4, checkpoint_updates=10, checkpoint_s=5)
 UIDS = [Uid(0, (i, j)) for i in range(2) for j in range(4)]
 A, OTHER = UIDS[0], Uid(0, (2, 3))
 
@@ -217,4 +218,4 @@ async def test_a_state_that_does_not_load_is_named_and_its_owner_goes_on(
         assert sorted(full.experts) == UIDS
         (event,) = newcomer.events("expert.not_taken")
         assert event["peer"] == full.peer.id.text
-        assert ("NaN" if seed == "NaN" else "another expert's") in event["reason"]
+        assert ("NaN" if seed == "NaN" else "a state of 0.2.3") in event["reason"]
