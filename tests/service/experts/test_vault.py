@@ -74,7 +74,7 @@ async def test_a_piece_that_lies_names_the_holder_and_comes_from_another(
 ) -> None:
     async with expert_swarm(tmp_path) as swarm:
         host, liar, honest, asker = await swarm.start("host", "liar", "honest", "asker")
-        data = state(1, 9 * MIB + 1)
+        data = state(1, 3 * MIB + 1)
         pointer = await own(host, data)
         for holder in (liar, honest):
             await host.vault.hand(pointer, holder.id)
@@ -132,7 +132,7 @@ async def test_when_all_holders_are_gone_the_fetch_says_so(autojump_clock: MockC
 async def test_a_holder_that_dies_half_way_is_replaced(autojump_clock: MockClock, tmp_path: Path) -> None:
     async with expert_swarm(tmp_path) as swarm:
         host, mortal, holder, asker = await swarm.start("host", "mortal", "holder", "asker")
-        data = state(1, 20 * MIB)
+        data = state(1, 8 * MIB)
         pointer = await own(host, data)
         for each in (mortal, holder):
             await host.vault.hand(pointer, each.id)
