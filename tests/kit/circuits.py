@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import trio
@@ -11,7 +13,7 @@ from peerd.net.host.host import Host, HostConfig
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.service.connectivity.relay import Relay
 from peerd.sim.clock import SimClock
-from tests.kit.hosts import Hosts, keypair
+from tests.kit.hosts import Hosts, keypair, running_hosts
 
 
 @dataclass
@@ -53,3 +55,14 @@ async def behind(hosts: Hosts, name: str, relay: Host, **line: float) -> Client:
     held = await client.circuits.reserve(relay.id)
     client.host.whereabouts.announce("relay", held.addrs)
     return client
+
+
+@asynccontextmanager
+async def relayed(
+    config: RelayConfig | None = None, **line: float
+) -> AsyncIterator[tuple[Hosts, Host, Relay, Client, Client]]:
+    """All hosts, a relay and its service, a client `a` that knows nobody, and a client `b` behind the relay."""
+    async with running_hosts() as hosts:
+        relay, service = await start_relay(hosts, "r", config, **line)
+        b = await behind(hosts, "b", relay, **line)
+        yield hosts, relay, service, await start_client(hosts, "a", **line), b

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import trio
 from multiaddr import Multiaddr
@@ -56,6 +57,16 @@ async def running_hosts(config: NetConfig | None = None) -> AsyncIterator[Hosts]
         async with running_net(config) as net, trio.open_nursery() as nursery:
             yield Hosts(net, nursery)
             nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def echoing(*names: str, **line: float) -> AsyncIterator[tuple[Any, ...]]:
+    """All hosts, and one host that echoes for each of these names."""
+    async with running_hosts() as hosts:
+        started = [await hosts.start(name, **line) for name in names]
+        for host in started:
+            host.handle("/echo/1", echo)
+        yield hosts, *started
 
 
 async def echo(stream: Stream) -> None:

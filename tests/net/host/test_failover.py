@@ -11,20 +11,12 @@ from peerd.core.errors import Unreachable
 from peerd.machine.connectivity.path_selection import Way
 from peerd.net.host.host import Host, PeerDown, PeerUp
 from peerd.net.link.link import Link
-from tests.kit.hosts import Hosts, ask, echo, running_hosts
+from tests.kit.hosts import Hosts, ask, echoing
 from tests.kit.ways import join
 
 FOUND_S = 1.5  # a second of silence after the question, and a dial
 LEFT_S = 1.0  # that the silent link has then
 GIVEN_UP_S = 5.0  # that it has where there is no other path
-
-
-async def start(hosts: Hosts, *names: str) -> list[Host]:
-    """Hosts that learn each other's addresses with their first link, and can be reached there."""
-    started = [await hosts.start(name, latency_s=0.01) for name in names]
-    for host in started:
-        host.handle("/echo/1", echo)
-    return started
 
 
 def cut(hosts: Hosts, link: Link) -> None:
@@ -46,8 +38,7 @@ async def used_and_cut(hosts: Hosts, a: Host, b: Host) -> Link:
 
 
 async def test_a_silent_peer_is_found_on_another_path_before_its_link_is_given_up(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await start(hosts, "a", "b")
+    async with echoing("a", "b", latency_s=0.01) as (hosts, a, b):
         with a.watch() as events:
             dead = await used_and_cut(hosts, a, b)
             (stream,) = dead.streams
@@ -66,8 +57,7 @@ async def test_a_silent_peer_is_found_on_another_path_before_its_link_is_given_u
 
 
 async def test_a_path_that_stands_by_is_taken_without_a_dial(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await start(hosts, "a", "b")
+    async with echoing("a", "b", latency_s=0.01) as (hosts, a, b):
         relayed, _ = await join(hosts, a, b, Way.RELAYED)
         dead = await used_and_cut(hosts, a, b)
         assert a.links.best(b.id) is dead
@@ -79,8 +69,7 @@ async def test_a_path_that_stands_by_is_taken_without_a_dial(autojump_clock: Clo
 
 
 async def test_without_another_path_a_silent_link_keeps_its_time(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await start(hosts, "a", "b")
+    async with echoing("a", "b", latency_s=0.01) as (hosts, a, b):
         with a.watch() as events:
             dead = await used_and_cut(hosts, a, b)
             hosts.net.block("a", "b")
@@ -93,8 +82,7 @@ async def test_without_another_path_a_silent_link_keeps_its_time(autojump_clock:
 
 
 async def test_a_link_that_is_heard_again_is_used_again(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await start(hosts, "a", "b")
+    async with echoing("a", "b", latency_s=0.01) as (hosts, a, b):
         relayed, _ = await join(hosts, a, b, Way.RELAYED)
         direct = await used_and_cut(hosts, a, b)
         direct.doubt()
@@ -109,8 +97,7 @@ async def test_a_link_that_is_heard_again_is_used_again(autojump_clock: Clock) -
 
 
 async def test_a_peer_that_answers_late_is_not_looked_for(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await start(hosts, "a", "b")
+    async with echoing("a", "b", latency_s=0.01) as (hosts, a, b):
         link = await used_and_cut(hosts, a, b)
         link.doubt()
         await trio.sleep(0.3)
@@ -121,8 +108,7 @@ async def test_a_peer_that_answers_late_is_not_looked_for(autojump_clock: Clock)
 
 async def test_a_peer_that_is_asked_again_has_its_moment_again(autojump_clock: Clock) -> None:
     """The first question was answered at once; the second one just before anybody looked what became of the first."""
-    async with running_hosts() as hosts:
-        a, b = await start(hosts, "a", "b")
+    async with echoing("a", "b", latency_s=0.01) as (hosts, a, b):
         link, _ = await join(hosts, a, b, Way.DIRECT, latency_s=0.1)
         await trio.sleep(5)
         assert link.rtt_s == pytest.approx(0.4, abs=0.05)
@@ -137,8 +123,7 @@ async def test_a_peer_that_is_asked_again_has_its_moment_again(autojump_clock: C
 
 async def test_what_the_same_cut_took_is_found_at_the_same_time(autojump_clock: Clock) -> None:
     """Only the first is missed by anybody; of an idle link that lives nobody takes notice."""
-    async with running_hosts() as hosts:
-        a, b, c, d = await start(hosts, "a", "b", "c", "d")
+    async with echoing("a", "b", "c", "d", latency_s=0.01) as (hosts, a, b, c, d):
         first, second = await used_and_cut(hosts, a, b), await used_and_cut(hosts, a, c)
         alive, _ = await join(hosts, a, d, Way.DIRECT)
         stream = await alive.open("/echo/1")
@@ -154,8 +139,7 @@ async def test_what_the_same_cut_took_is_found_at_the_same_time(autojump_clock: 
 
 
 async def test_who_is_asked_for_nobody_is_not_given_up_sooner(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b, c = await start(hosts, "a", "b", "c")
+    async with echoing("a", "b", "c", latency_s=0.01) as (hosts, a, b, c):
         first, second = await used_and_cut(hosts, a, b), await used_and_cut(hosts, a, c)
         hosts.net.block("a", "b")
         hosts.net.block("a", "c")
@@ -165,8 +149,7 @@ async def test_who_is_asked_for_nobody_is_not_given_up_sooner(autojump_clock: Cl
 
 
 async def test_a_search_that_finds_nothing_does_not_hold_up_who_dials_after_it(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await start(hosts, "a", "b")
+    async with echoing("a", "b", latency_s=0.01) as (hosts, a, b):
         dead = await used_and_cut(hosts, a, b)
         hosts.net.block("a", "b")
         dead.doubt()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
@@ -11,25 +13,25 @@ import trio.testing
 from peerd.core.addr import parse_addr, with_peer
 from peerd.core.errors import ConfigError, LocalError, ProtocolViolation, Refused, Unreachable
 from peerd.machine.mux.stream import YamuxConfig
-from peerd.net.host.host import HostConfig, PeerDown, PeerUp
+from peerd.net.host.host import Host, HostConfig, PeerDown, PeerUp
 from peerd.net.link.config import LinkConfig
 from peerd.net.link.stream import Stream
 from peerd.sim.simnet import NetConfig
-from tests.kit.hosts import Hosts, ask, echo, keypair, running_hosts
+from tests.kit.hosts import Hosts, ask, echo, echoing, keypair, running_hosts
 
 Clock = trio.testing.MockClock
 
 
-async def pair(hosts: Hosts, **line: float):
-    a, b = await hosts.start("a", **line), await hosts.start("b", **line)
-    b.handle("/echo/1", echo)
-    await a.connect(b.id, [hosts.addr("b")])
-    return a, b
+@asynccontextmanager
+async def pair(**line: float) -> AsyncIterator[tuple[Hosts, Host, Host]]:
+    """Two hosts, of which `a` has dialed `b`."""
+    async with echoing("a", "b", **line) as (hosts, a, b):
+        await a.connect(b.id, [hosts.addr("b")])
+        yield hosts, a, b
 
 
 async def test_two_hosts_know_each_other_by_name_and_streams_carry_data_both_ways(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await pair(hosts)
+    async with pair() as (_, a, b):
         seen = []
 
         async def greet(stream: Stream) -> None:
@@ -148,8 +150,7 @@ async def test_peers_that_dial_each_other_at_once_end_up_connected_and_lose_noth
 
 
 async def test_an_unknown_protocol_is_refused_by_name(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await pair(hosts)
+    async with pair() as (_, a, b):
         stream = await a.open_stream(b.id, "/nope/1")
         await stream.send(b"optimistic")
         with pytest.raises(Refused, match="/nope/1"):
@@ -164,8 +165,7 @@ async def test_an_unknown_protocol_is_refused_by_name(autojump_clock: Clock) -> 
 async def test_a_handler_that_crashes_costs_its_stream_only(
     autojump_clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running_hosts() as hosts:
-        a, b = await pair(hosts)
+    async with pair() as (_, a, b):
 
         async def crash(stream: Stream) -> None:
             await stream.receive_exactly(1)
@@ -181,8 +181,7 @@ async def test_a_handler_that_crashes_costs_its_stream_only(
 
 
 async def test_a_stream_that_ends_early_is_a_violation_of_its_peer(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await pair(hosts)
+    async with pair() as (_, a, b):
 
         async def short(stream: Stream) -> None:
             await stream.send(b"only this")
@@ -197,8 +196,7 @@ async def test_a_stream_that_ends_early_is_a_violation_of_its_peer(autojump_cloc
 
 
 async def test_what_is_received_into_a_buffer_is_what_was_sent(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await pair(hosts)
+    async with pair() as (_, a, b):
         data = bytes(range(256)) * 4096
         stream = await a.open_stream(b.id, "/echo/1")
         into = bytearray(len(data))
@@ -210,8 +208,7 @@ async def test_what_is_received_into_a_buffer_is_what_was_sent(autojump_clock: C
 
 
 async def test_who_stops_waiting_for_a_buffer_knows_how_far_it_came(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await pair(hosts)
+    async with pair() as (_, a, b):
         data = bytes(range(251)) * 4096
 
         async def pause_half_way(stream: Stream) -> None:
@@ -231,8 +228,7 @@ async def test_who_stops_waiting_for_a_buffer_knows_how_far_it_came(autojump_clo
 
 
 async def test_a_slow_reader_slows_its_own_writer_and_nobody_else(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await pair(hosts, latency_s=0.01)
+    async with pair(latency_s=0.01) as (_, a, b):
         gate = trio.Event()
         taken = 0
 
@@ -259,8 +255,7 @@ async def test_a_slow_reader_slows_its_own_writer_and_nobody_else(autojump_clock
 
 
 async def test_a_send_that_is_cancelled_half_way_resets_its_stream_and_no_more(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await pair(hosts)
+    async with pair() as (_, a, b):
         outcome: list[str] = []
 
         async def never_read(stream: Stream) -> None:
@@ -284,8 +279,7 @@ async def test_a_send_that_is_cancelled_half_way_resets_its_stream_and_no_more(a
 
 
 async def test_a_send_that_is_cancelled_before_it_began_takes_nothing_with_it(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await pair(hosts)
+    async with pair() as (_, a, b):
         gate, got = trio.Event(), bytearray()
 
         async def later(stream: Stream) -> None:
@@ -310,8 +304,7 @@ async def test_a_send_that_is_cancelled_before_it_began_takes_nothing_with_it(au
 
 @pytest.mark.slow
 async def test_sends_of_two_tasks_on_one_stream_do_not_mix(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await pair(hosts)
+    async with pair() as (_, a, b):
         got = bytearray()
 
         async def collect(stream: Stream) -> None:
@@ -331,8 +324,7 @@ async def test_sends_of_two_tasks_on_one_stream_do_not_mix(autojump_clock: Clock
 
 
 async def test_a_cancelled_receive_loses_nothing(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await pair(hosts)
+    async with pair() as (_, a, b):
         stream = await a.open_stream(b.id, "/echo/1")
         with trio.move_on_after(1):
             await stream.receive_some(10)
@@ -342,8 +334,7 @@ async def test_a_cancelled_receive_loses_nothing(autojump_clock: Clock) -> None:
 
 
 async def test_two_readers_on_one_stream_are_our_own_bug(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await pair(hosts)
+    async with pair() as (_, a, b):
         stream = await a.open_stream(b.id, "/echo/1")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(stream.receive_some, 1)
@@ -354,8 +345,7 @@ async def test_two_readers_on_one_stream_are_our_own_bug(autojump_clock: Clock) 
 
 
 async def test_leaving_is_told_at_once_and_ends_in_bounded_time(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await pair(hosts, latency_s=0.02)
+    async with pair(latency_s=0.02) as (hosts, a, b):
         stream = await a.open_stream(b.id, "/echo/1")
         await stream.send(b"x")
         await stream.receive_exactly(1)
@@ -394,8 +384,7 @@ async def test_a_killed_peer_is_noticed_at_once_and_a_silent_one_by_its_silence(
 
 
 async def test_an_idle_connection_lives_on(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await pair(hosts, latency_s=0.1)
+    async with pair(latency_s=0.1) as (_, a, b):
         with a.watch() as events:
             await trio.sleep(1000)
             with pytest.raises(trio.WouldBlock):
@@ -406,8 +395,7 @@ async def test_an_idle_connection_lives_on(autojump_clock: Clock) -> None:
 
 
 async def test_both_sides_learn_addresses_protocols_and_how_they_are_seen(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await pair(hosts)
+    async with pair() as (hosts, a, b):
         await trio.sleep(1)
         of_b, of_a = a.info(b.id), b.info(a.id)
         assert of_a is not None
@@ -442,8 +430,7 @@ async def test_a_host_that_is_not_running_and_an_address_nobody_serves_are_said_
 async def test_a_protocol_violation_is_logged_with_the_peer_and_ends_the_link(
     autojump_clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running_hosts() as hosts:
-        a, b = await pair(hosts)
+    async with pair() as (_, a, b):
         await trio.sleep(1)
         link = a.links.best(b.id)
         assert link is not None

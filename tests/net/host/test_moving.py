@@ -10,20 +10,12 @@ from peerd.core.addr import ip_of
 from peerd.machine.connectivity.path_selection import Way
 from peerd.net.host.host import Host, PeerUp
 from peerd.net.link.stream import Stream
-from tests.kit.hosts import Hosts, ask, echo, running_hosts
+from tests.kit.hosts import ask, echoing
 from tests.kit.ways import join
 
 
-async def two(hosts: Hosts, **line: float) -> tuple[Host, Host]:
-    a, b = await hosts.start("a", **line), await hosts.start("b", **line)
-    for host in (a, b):
-        host.handle("/echo/1", echo)
-    return a, b
-
-
 async def test_new_streams_take_the_better_link_and_open_ones_end_where_they_are(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await two(hosts)
+    async with echoing("a", "b") as (hosts, a, b):
         with a.watch() as events:
             relayed, _ = await join(hosts, a, b, Way.RELAYED, latency_s=0.05)
             old = await a.open_stream(b.id, "/echo/1")
@@ -48,8 +40,7 @@ async def test_new_streams_take_the_better_link_and_open_ones_end_where_they_are
 
 
 async def test_when_the_better_link_is_lost_the_other_carries_on(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await two(hosts)
+    async with echoing("a", "b") as (hosts, a, b):
         with a.watch() as events:
             relayed, _ = await join(hosts, a, b, Way.RELAYED)
             punched, _ = await join(hosts, a, b, Way.PUNCHED)
@@ -68,8 +59,7 @@ async def test_when_the_better_link_is_lost_the_other_carries_on(autojump_clock:
 async def test_a_direct_link_that_only_one_side_knows_to_be_dead_ends_soon_after_the_other_dials_again(
     autojump_clock: Clock,
 ) -> None:
-    async with running_hosts() as hosts:
-        a, b = await two(hosts)
+    async with echoing("a", "b") as (hosts, a, b):
         given_up, dead = await join(hosts, a, b, Way.DIRECT)
         assert dead.local is not None
         ends = [hosts.net.node_at(str(ip_of(addr))) for addr in (dead.local, dead.remote)]
@@ -84,8 +74,7 @@ async def test_a_direct_link_that_only_one_side_knows_to_be_dead_ends_soon_after
 
 
 async def test_a_peer_that_dials_again_though_its_link_lives_keeps_it(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await two(hosts)
+    async with echoing("a", "b") as (hosts, a, b):
         _, direct = await join(hosts, a, b, Way.DIRECT)
         await trio.sleep(5)
         await join(hosts, a, b, Way.RELAYED)
@@ -95,8 +84,7 @@ async def test_a_peer_that_dials_again_though_its_link_lives_keeps_it(autojump_c
 
 @pytest.mark.parametrize("ways", [(Way.DIRECT, Way.PUNCHED, Way.RELAYED), (Way.RELAYED, Way.LOCAL, Way.DIRECT)])
 async def test_however_links_come_the_best_one_stays(autojump_clock: Clock, ways: tuple[Way, ...]) -> None:
-    async with running_hosts() as hosts:
-        a, b = await two(hosts)
+    async with echoing("a", "b") as (hosts, a, b):
         for number, way in enumerate(ways):
             one, other = (a, b) if number % 2 else (b, a)
             await join(hosts, one, other, way)
@@ -107,8 +95,7 @@ async def test_however_links_come_the_best_one_stays(autojump_clock: Clock, ways
 
 
 async def test_links_dialed_from_both_ends_at_once_become_one_without_breaking_streams(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await two(hosts, latency_s=0.05)
+    async with echoing("a", "b", latency_s=0.05) as (hosts, a, b):
         a.learn(b.id, [hosts.addr("b")])
         b.learn(a.id, [hosts.addr("a")])
         streams: list[Stream] = []
@@ -138,8 +125,7 @@ async def test_links_dialed_from_both_ends_at_once_become_one_without_breaking_s
 
 
 async def test_a_relay_that_floods_a_peer_with_links_cannot_push_the_direct_one_out(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b = await two(hosts)
+    async with echoing("a", "b") as (hosts, a, b):
         direct, _ = await join(hosts, a, b, Way.DIRECT)
         for _ in range(6):
             await join(hosts, b, a, Way.RELAYED)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import fields
 
 import pytest
@@ -32,7 +34,8 @@ Clock = trio.testing.MockClock
 ONE_WAY_S = 0.025  # of each access line: 100 ms there and back
 MBIT = 80.0  # 1 MB under way fills it
 WINDOW = NetConfig(window_bytes=400 << 10)  # of each connection: 32 Mb/s
-SINK, ECHO = "/sink/1", "/echo/1"
+SINK = "/sink/1"
+ZEROS = dict.fromkeys((field.name for field in fields(TcpInfo)), 0)
 
 
 class Sink:
@@ -46,17 +49,19 @@ class Sink:
             self.bytes += len(view)
 
 
-async def pair(hosts: Hosts) -> tuple[Host, Host, Sink]:
+@asynccontextmanager
+async def pair(config: NetConfig | None = None) -> AsyncIterator[tuple[Hosts, Host, Host, Sink]]:
     line = {"latency_s": ONE_WAY_S, "up_mbit_s": MBIT, "down_mbit_s": MBIT}
-    a, b = [await hosts.start(name, **line) for name in "ab"]
-    sink = Sink()
-    for host in (a, b):
-        host.handle(SINK, sink)
-        host.handle(ECHO, echo)
-    a.learn(b.id, [hosts.addr("b")])
-    await a.connect(b.id)
-    await trio.sleep(1)  # until the other side knows it, too
-    return a, b, sink
+    async with running_hosts(config) as hosts:
+        a, b = [await hosts.start(name, **line) for name in "ab"]
+        sink = Sink()
+        for host in (a, b):
+            host.handle(SINK, sink)
+            host.handle("/echo/1", echo)
+        a.learn(b.id, [hosts.addr("b")])
+        await a.connect(b.id)
+        await trio.sleep(1)  # until the other side knows it, too
+        yield hosts, a, b, sink
 
 
 async def flood(host: Host, other: Host) -> None:
@@ -77,10 +82,9 @@ def link_of(host: Host, other: Host) -> Link:
 async def test_what_passes_the_line_is_counted_on_all_connections_of_a_link(
     autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    info = TcpInfo(**dict.fromkeys((field.name for field in fields(TcpInfo)), 0))
+    info = TcpInfo(**ZEROS)
     monkeypatch.setattr(MemoryLink, "tcp_info", lambda self: info, raising=False)
-    async with running_hosts(WINDOW) as hosts:
-        a, b, _ = await pair(hosts)
+    async with pair(WINDOW) as (hosts, a, b, _):
         link = link_of(a, b)
         assert len(link.tcp_infos()) == 1
         hosts.nursery.start_soon(flood, a, b)
@@ -102,14 +106,12 @@ async def test_whoever_sends_none_of_its_rails_sends_much_faster_than_its_share(
         sent[self] += len(data)
 
     def info(self: MemoryLink) -> TcpInfo:
-        zeros = dict.fromkeys((field.name for field in fields(TcpInfo)), 0)
-        return TcpInfo(**zeros | {"bytes_acked": sent[self]})
+        return TcpInfo(**ZEROS | {"bytes_acked": sent[self]})
 
     monkeypatch.setattr(MemoryLink, "send_all", counted)
     monkeypatch.setattr(MemoryLink, "tcp_info", info, raising=False)
     monkeypatch.setattr(Rail, "pace", lambda self, bytes_per_s: paces.update({self: bytes_per_s}))
-    async with running_hosts(WINDOW) as hosts:
-        a, b, _ = await pair(hosts)
+    async with pair(WINDOW) as (hosts, a, b, _):
         sender, taker = (a, b) if dialer_sends else (b, a)
         hosts.nursery.start_soon(flood, sender, taker)
         await trio.sleep(5)
@@ -122,8 +124,7 @@ async def test_whoever_sends_none_of_its_rails_sends_much_faster_than_its_share(
 @pytest.mark.slow
 @pytest.mark.parametrize("dialer_sends", [True, False])
 async def test_one_stream_fills_a_line_that_one_connection_cannot(dialer_sends: bool, autojump_clock: Clock) -> None:
-    async with running_hosts(WINDOW) as hosts:
-        a, b, sink = await pair(hosts)
+    async with pair(WINDOW) as (hosts, a, b, sink):
         hosts.nursery.start_soon(flood, *((a, b) if dialer_sends else (b, a)))
         await trio.sleep(3)
         before = sink.bytes
@@ -137,8 +138,7 @@ async def test_a_busy_machine_is_not_far_away(autojump_clock: Clock, monkeypatch
     """Its answers take long, those of its system do not."""
     near = TcpInfo(52, 1e-4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     monkeypatch.setattr(MemoryLink, "tcp_info", lambda link: near, raising=False)
-    async with running_hosts(WINDOW) as hosts:
-        a, b, sink = await pair(hosts)
+    async with pair(WINDOW) as (hosts, a, b, sink):
         hosts.nursery.start_soon(flood, a, b)
         await trio.sleep(3)
         assert sink.bytes > 4 << 20
@@ -150,11 +150,9 @@ async def test_a_busy_machine_is_not_far_away(autojump_clock: Clock, monkeypatch
 async def test_what_the_system_says_of_the_round_trip_is_what_waits_unless_it_is_of_another_path(
     told_s: float, waits_s: float | None, autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    zeros = dict.fromkeys((field.name for field in fields(TcpInfo)), 0)
-    info = TcpInfo(**zeros | {"min_rtt_s": 0.1, "receive_rtt_s": told_s})
+    info = TcpInfo(**ZEROS | {"min_rtt_s": 0.1, "receive_rtt_s": told_s})
     monkeypatch.setattr(MemoryLink, "tcp_info", lambda link: info, raising=False)
-    async with running_hosts(WINDOW) as hosts:
-        a, b, _ = await pair(hosts)
+    async with pair(WINDOW) as (hosts, a, b, _):
         hosts.nursery.start_soon(flood, a, b)
         await trio.sleep(5)
         now, pings = trio.current_time(), link_of(b, a).mux.pings
@@ -166,8 +164,7 @@ async def test_what_the_system_says_of_the_round_trip_is_what_waits_unless_it_is
 
 @pytest.mark.slow
 async def test_a_small_call_beside_it_waits_for_little_more_than_its_round_trip(autojump_clock: Clock) -> None:
-    async with running_hosts(WINDOW) as hosts:
-        a, b, _ = await pair(hosts)
+    async with pair(WINDOW) as (hosts, a, b, _):
         hosts.nursery.start_soon(flood, a, b)
         await trio.sleep(3)
         took = []
@@ -181,8 +178,7 @@ async def test_a_small_call_beside_it_waits_for_little_more_than_its_round_trip(
 
 @pytest.mark.slow
 async def test_what_travels_on_rails_arrives_unchanged_both_ways(autojump_clock: Clock) -> None:
-    async with running_hosts(WINDOW) as hosts:
-        a, b, _ = await pair(hosts)
+    async with pair(WINDOW) as (_, a, b, _):
         data = bytes(range(256)) * (6 << 12)
         for _ in range(3):
             assert await ask(a, b, data) == data
@@ -192,8 +188,7 @@ async def test_what_travels_on_rails_arrives_unchanged_both_ways(autojump_clock:
 @pytest.mark.slow
 async def test_a_small_message_that_grows_before_it_has_left_goes_on_rails_at_once(autojump_clock: Clock) -> None:
     """It was in the line of the first connection, which leaves it to rails that rest."""
-    async with running_hosts(WINDOW) as hosts:
-        a, b, sink = await pair(hosts)
+    async with pair(WINDOW) as (_, a, b, sink):
         with trio.move_on_after(4):
             await flood(a, b)
         stream = await a.open_stream(b.id, SINK)
@@ -210,8 +205,7 @@ async def test_a_small_message_that_grows_before_it_has_left_goes_on_rails_at_on
 
 @pytest.mark.slow
 async def test_a_reader_that_stops_stops_nobody_else(autojump_clock: Clock) -> None:
-    async with running_hosts(WINDOW) as hosts:
-        a, b, sink = await pair(hosts)
+    async with pair(WINDOW) as (hosts, a, b, sink):
         hosts.nursery.start_soon(flood, a, b)
         await trio.sleep(3)
 
@@ -239,8 +233,7 @@ async def test_the_first_connection_never_rests_while_rails_take_the_bulk(
 ) -> None:
     alone: dict[Link, list[bool]] = {}
     monkeypatch.setattr(Link, "left_to_small", lambda link, small: alone.setdefault(link, []).append(small))
-    async with running_hosts(WINDOW) as hosts:
-        a, b, _ = await pair(hosts)
+    async with pair(WINDOW) as (_, a, b, _):
         with trio.move_on_after(5):
             await flood(a, b)
         links = [link_of(a, b), link_of(b, a)]
@@ -253,8 +246,7 @@ async def test_the_first_connection_never_rests_while_rails_take_the_bulk(
 
 @pytest.mark.slow
 async def test_idle_rails_are_closed_by_both_sides_and_opened_anew(autojump_clock: Clock) -> None:
-    async with running_hosts(WINDOW) as hosts:
-        a, b, sink = await pair(hosts)
+    async with pair(WINDOW) as (_, a, b, sink):
         for _ in range(2):
             with trio.move_on_after(4):
                 await flood(a, b)
@@ -269,8 +261,7 @@ async def test_idle_rails_are_closed_by_both_sides_and_opened_anew(autojump_cloc
 
 @pytest.mark.slow
 async def test_a_rail_that_breaks_ends_its_link_and_peers_meet_again(autojump_clock: Clock) -> None:
-    async with running_hosts(WINDOW) as hosts:
-        a, b, _ = await pair(hosts)
+    async with pair(WINDOW) as (hosts, a, b, _):
         link = link_of(a, b)
         with trio.move_on_after(4):
             await flood(a, b)
@@ -293,6 +284,10 @@ async def rail_of(hosts: Hosts, name: str) -> Secured:
     return await upgrade(raw, secrets, initiator=True, muxers=(RAIL,))
 
 
+async def say(secured: Secured, plain: bytes) -> None:
+    await secured.raw.send_all(Sealing(secured.session.sealer, memoryview(b""), None).one(plain))
+
+
 async def is_closed(secured: Secured) -> bool:
     with trio.move_on_after(60):
         try:
@@ -307,35 +302,29 @@ async def is_closed(secured: Secured) -> bool:
 async def test_who_does_not_name_a_link_of_its_own_is_turned_away(
     name: str, what: bytes | None, autojump_clock: Clock
 ) -> None:
-    async with running_hosts() as hosts:
-        a, b, _ = await pair(hosts)
+    async with pair() as (hosts, a, b, _):
         secured = await rail_of(hosts, name)
         if what is not None:
-            sealing = Sealing(secured.session.sealer, memoryview(b""), None)
-            await secured.raw.send_all(sealing.one(what))
+            await say(secured, what)
         assert await is_closed(secured)
         assert len(link_of(b, a).rails) == 0
         assert await ask(a, b, b"unharmed") == b"unharmed"
 
 
 async def test_even_the_right_name_helps_no_other_peer(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b, _ = await pair(hosts)
+    async with pair() as (hosts, a, b, _):
         secured = await rail_of(hosts, "stranger")
-        sealing = Sealing(secured.session.sealer, memoryview(b""), None)
-        await secured.raw.send_all(sealing.one(link_of(a, b).rails.binding))
+        await say(secured, link_of(a, b).rails.binding)
         assert await is_closed(secured)
         assert len(link_of(b, a).rails) == 0
 
 
 async def test_rails_beyond_the_limit_are_turned_away(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b, _ = await pair(hosts)
+    async with pair() as (_, a, b, _):
         kept = []
         for _ in range(RAILS_PER_LINK + 3):
             secured = await a.open_rail(link_of(a, b))
-            sealing = Sealing(secured.session.sealer, memoryview(b""), None)
-            await secured.raw.send_all(sealing.one(link_of(a, b).rails.binding))
+            await say(secured, link_of(a, b).rails.binding)
             kept.append(secured)
         await trio.sleep(1)
         assert len(link_of(b, a).rails) == RAILS_PER_LINK
@@ -369,13 +358,11 @@ async def test_a_peer_that_knows_no_rails_is_left_alone(autojump_clock: Clock) -
 async def test_garbage_on_a_rail_ends_the_link_and_names_the_peer(
     autojump_clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running_hosts() as hosts:
-        a, b, _ = await pair(hosts)
+    async with pair() as (_, a, b, _):
         link = link_of(b, a)
         secured = await a.open_rail(link_of(a, b))
-        sealing = Sealing(secured.session.sealer, memoryview(b""), None)
-        await secured.raw.send_all(sealing.one(link_of(a, b).rails.binding))
-        await secured.raw.send_all(sealing.one(b"\x00\x09 no such frame"))
+        await say(secured, link_of(a, b).rails.binding)
+        await say(secured, b"\x00\x09 no such frame")
         await trio.sleep(3)
         assert not link.usable
         assert f"peer {a.id}" in caplog.text
@@ -398,8 +385,7 @@ async def crowd(hosts: Hosts, place: str, count: int) -> None:
 
 @pytest.mark.slow
 async def test_neither_one_peer_nor_one_place_takes_all_rails(autojump_clock: Clock) -> None:
-    async with running_hosts() as hosts:
-        a, b, _ = await pair(hosts)
+    async with pair() as (hosts, a, b, _):
         taken = []
         for place, count in (("first", 6), ("second", 4), ("third", 2)):
             before = sum(len(link.rails) for link in b.links)
@@ -407,8 +393,7 @@ async def test_neither_one_peer_nor_one_place_takes_all_rails(autojump_clock: Cl
             taken.append(sum(len(link.rails) for link in b.links) - before)
         assert taken == [RAILS // 2, RAILS // 4, RAILS // 8]
         secured = await a.open_rail(link_of(a, b))
-        sealing = Sealing(secured.session.sealer, memoryview(b""), None)
-        await secured.raw.send_all(sealing.one(link_of(a, b).rails.binding))
+        await say(secured, link_of(a, b).rails.binding)
         await trio.sleep(1)
         assert len(link_of(b, a).rails) == 1
         assert await ask(a, b, b"unharmed") == b"unharmed"

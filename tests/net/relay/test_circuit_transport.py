@@ -26,7 +26,7 @@ from peerd.net.relay.circuit_link import CircuitLink
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.net.transport import LendingLink, RawLink
 from peerd.sim.clock import EPOCH_S
-from tests.kit.circuits import Client, behind, start_client, start_relay
+from tests.kit.circuits import Client, behind, relayed, start_client, start_relay
 from tests.kit.hosts import Hosts, ask, echo, keypair, running_hosts
 from tests.net.compliance import Ends, TransportCompliance
 
@@ -71,10 +71,7 @@ class TestCircuits(TransportCompliance):
 
     @asynccontextmanager
     async def ends(self) -> AsyncIterator[Ends]:
-        async with running_hosts() as hosts:
-            relay, _ = await start_relay(hosts, "r")
-            b = await behind(hosts, "b", relay)
-            a = await start_client(hosts, "a")
+        async with relayed() as (_, _, _, a, b):
             listener = _Listener(b, self._monkeypatch)
             dialer = _Dialer(a.circuits, b.host.id)
             near = await dialer.dial(listener.addrs[0])
@@ -90,10 +87,7 @@ class TestCircuits(TransportCompliance):
 async def test_a_circuit_lends_what_it_received_and_sends_without_waiting(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_hosts() as hosts:
-        relay, _ = await start_relay(hosts, "r")
-        b = await behind(hosts, "b", relay)
-        a = await start_client(hosts, "a")
+    async with relayed() as (_, _, _, a, b):
         listener = _Listener(b, monkeypatch)
         near = await _Dialer(a.circuits, b.host.id).dial(listener.addrs[0])
         far = await listener.accept()
@@ -107,10 +101,7 @@ async def test_a_circuit_lends_what_it_received_and_sends_without_waiting(
 
 
 async def test_a_peer_behind_a_relay_is_reached_and_both_know_the_way(autojump_clock: trio.testing.MockClock) -> None:
-    async with running_hosts() as hosts:
-        relay, service = await start_relay(hosts, "r", latency_s=0.01)
-        b = await behind(hosts, "b", relay, latency_s=0.01)
-        a = await start_client(hosts, "a", latency_s=0.01)
+    async with relayed(latency_s=0.01) as (_, relay, service, a, b):
         b.host.handle("/echo/1", echo)
         (addr,) = b.circuits.reservations[relay.id].addrs
         await a.host.connect(b.host.id, [addr])
@@ -125,10 +116,7 @@ async def test_a_peer_behind_a_relay_is_reached_and_both_know_the_way(autojump_c
 
 
 async def test_an_idle_circuit_stays_and_its_end_frees_its_place(autojump_clock: trio.testing.MockClock) -> None:
-    async with running_hosts() as hosts:
-        relay, service = await start_relay(hosts, "r")
-        b = await behind(hosts, "b", relay)
-        a = await start_client(hosts, "a")
+    async with relayed() as (hosts, relay, service, a, b):
         b.host.handle("/echo/1", echo)
         await a.host.connect(b.host.id, b.circuits.reservations[relay.id].addrs)
         await trio.sleep(600)
@@ -162,10 +150,7 @@ async def test_the_link_that_carries_a_reservation_is_not_closed_to_make_room(
 
 
 async def test_reservations_end_with_the_link_on_both_sides(autojump_clock: trio.testing.MockClock) -> None:
-    async with running_hosts() as hosts:
-        relay, service = await start_relay(hosts, "r")
-        b = await behind(hosts, "b", relay)
-        a = await start_client(hosts, "a")
+    async with relayed() as (_, relay, service, a, b):
         addrs = b.circuits.reservations[relay.id].addrs
         for link in list(b.host.links):
             link.abort("cut")
@@ -204,10 +189,7 @@ async def test_a_relay_is_never_reached_over_a_relay(autojump_clock: trio.testin
 
 
 async def test_a_relay_reached_over_a_relay_gives_nothing(autojump_clock: trio.testing.MockClock) -> None:
-    async with running_hosts() as hosts:
-        relay, _ = await start_relay(hosts, "r")
-        b = await behind(hosts, "b", relay)
-        a = await start_client(hosts, "a")
+    async with relayed() as (_, relay, _, a, b):
         await a.host.connect(b.host.id, b.circuits.reservations[relay.id].addrs)
         with pytest.raises(Unreachable, match="only reached over a relay"):
             await a.circuits.reserve(b.host.id)
@@ -361,10 +343,7 @@ async def test_nobody_listens_on_a_circuit_address(autojump_clock: trio.testing.
 
 @pytest.mark.parametrize("leaver", ["a", "b"])
 async def test_who_leaves_says_goodbye_over_the_circuit(leaver: str, autojump_clock: trio.testing.MockClock) -> None:
-    async with running_hosts() as hosts:
-        relay, _ = await start_relay(hosts, "r", latency_s=0.01)
-        b = await behind(hosts, "b", relay, latency_s=0.01)
-        a = await start_client(hosts, "a", latency_s=0.01)
+    async with relayed(latency_s=0.01) as (hosts, relay, _, a, b):
         await a.host.connect(b.host.id, b.circuits.reservations[relay.id].addrs)
         await trio.sleep(1)
         gone, stays = (a.host, b.host) if leaver == "a" else (b.host, a.host)
@@ -384,10 +363,7 @@ async def test_who_leaves_says_goodbye_over_the_circuit(leaver: str, autojump_cl
 async def test_a_circuit_is_followed_by_a_fresh_one_before_it_is_used_up(
     config: RelayConfig, pause_s: float, autojump_clock: trio.testing.MockClock
 ) -> None:
-    async with running_hosts() as hosts:
-        relay, service = await start_relay(hosts, "r", config, latency_s=0.01)
-        b = await behind(hosts, "b", relay, latency_s=0.01)
-        a = await start_client(hosts, "a", latency_s=0.01)
+    async with relayed(config, latency_s=0.01) as (_, relay, service, a, b):
         b.host.handle("/echo/1", echo)
         await a.host.connect(b.host.id, b.circuits.reservations[relay.id].addrs)
         with a.host.watch() as events:

@@ -20,7 +20,7 @@ from peerd.net.host.host import Host
 from peerd.net.link.delimited import receive_message, send_message
 from peerd.net.transport import RawLink
 from peerd.service.connectivity.relay import Relay
-from tests.kit.circuits import Client, behind, start_client, start_relay
+from tests.kit.circuits import Client, behind, relayed, start_client, start_relay
 from tests.kit.hosts import ask, echo, keypair, running_hosts
 
 
@@ -49,10 +49,7 @@ async def joined(
     monkeypatch: pytest.MonkeyPatch, config: RelayConfig | None = None, **line: float
 ) -> AsyncIterator[tuple[Relay, Callable[[], Awaitable[Ends]]]]:
     """A relay, and what makes a bare circuit over it each time: the ends of who called and of who was called."""
-    async with running_hosts() as hosts:
-        relay, service = await start_relay(hosts, "r", config, **line)
-        b = await behind(hosts, "b", relay, **line)
-        a = await start_client(hosts, "a", **line)
+    async with relayed(config, **line) as (_, relay, service, a, b):
         circuits = taking(b, monkeypatch)
 
         async def circuit() -> Ends:
@@ -237,10 +234,7 @@ async def test_a_reader_that_never_reads_loses_its_circuit(
 
 
 async def test_one_circuit_keeps_to_its_rate(autojump_clock: trio.testing.MockClock) -> None:
-    async with running_hosts() as hosts:
-        relay, _ = await start_relay(hosts, "r", RelayConfig(circuit_bytes_per_s=500_000))
-        b = await behind(hosts, "b", relay)
-        a = await start_client(hosts, "a")
+    async with relayed(RelayConfig(circuit_bytes_per_s=500_000)) as (_, relay, _, a, b):
         b.host.handle("/echo/1", echo)
         await a.host.connect(b.host.id, b.circuits.reservations[relay.id].addrs)
         begin = trio.current_time()
@@ -249,10 +243,7 @@ async def test_one_circuit_keeps_to_its_rate(autojump_clock: trio.testing.MockCl
 
 
 async def test_a_relay_that_stops_takes_its_circuits_along(autojump_clock: trio.testing.MockClock) -> None:
-    async with running_hosts() as hosts:
-        relay, _ = await start_relay(hosts, "r")
-        b = await behind(hosts, "b", relay)
-        a = await start_client(hosts, "a")
+    async with relayed() as (hosts, relay, _, a, b):
         await a.host.connect(b.host.id, b.circuits.reservations[relay.id].addrs)
         await hosts.stop("r")
         await trio.sleep(1)
