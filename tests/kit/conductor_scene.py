@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -123,6 +125,16 @@ class Scene:
 
     def feed(self, event: Event) -> None:
         self.driver.feed(event)
+
+
+@asynccontextmanager
+async def running(**sizes: Any) -> AsyncIterator[Scene]:
+    """A scene whose tasks run until the end of the block; `driver.nursery` runs more of them."""
+    async with trio.open_nursery() as nursery:
+        scene = Scene(**sizes)
+        scene.start(nursery)
+        yield scene
+        nursery.cancel_scope.cancel()
 
 
 def member(by: Keypair, **changes: Any) -> Incoming[MemberSync]:

@@ -17,7 +17,7 @@ from peerd.machine.conductor.phases import Phase
 from peerd.machine.swarm.posts import post_name
 from peerd.service.swarm.directory import StagePeer
 from tests.kit.conducting import hello
-from tests.kit.conductor_scene import OTHER, OWN, THIRD, Scene
+from tests.kit.conductor_scene import OTHER, OWN, THIRD, Scene, running
 
 
 async def test_the_duty_is_taken_on_only_in_turn_and_while_this_peer_runs(autojump_clock: MockClock) -> None:
@@ -37,9 +37,7 @@ async def test_the_duty_is_taken_on_only_in_turn_and_while_this_peer_runs(autoju
 
 
 async def test_who_is_conducted_by_another_conducts_only_for_one_that_goes_on_asking(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = Scene()
-        scene.start(nursery)
+    async with running() as scene:
         scene.following.hand_to(OTHER.peer_id)
         for _ in range(12):
             for asker in (THIRD.peer_id, OWN.peer_id):
@@ -53,25 +51,19 @@ async def test_who_is_conducted_by_another_conducts_only_for_one_that_goes_on_as
         with pytest.raises(Refused):
             scene.duty.act(0, OWN.peer_id)
         assert scene.duty.act(0, THIRD.peer_id).term == 1, "it does not reach the other one"
-        nursery.cancel_scope.cancel()
 
 
 async def test_who_is_conducted_by_another_conducts_at_once_when_that_one_is_gone(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = Scene()
-        scene.start(nursery)
+    async with running() as scene:
         scene.following.hand_to(OTHER.peer_id)
         with pytest.raises(Refused):
             scene.duty.act(0, THIRD.peer_id)
         scene.following.suspect(OTHER.peer_id)
         assert scene.duty.act(0, THIRD.peer_id).term == 1
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_term_that_is_named_makes_it_look_soon_and_changes_nothing(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = Scene()
-        scene.start(nursery)
+    async with running() as scene:
         tenure = scene.duty.act(0, OWN.peer_id)
         assert tenure.machine.phase is Phase.GATHERING
         scene.feed(hello(post_name(OWN.peer_id.text, 0)))
@@ -84,13 +76,10 @@ async def test_a_term_that_is_named_makes_it_look_soon_and_changes_nothing(autoj
         await trio.sleep(0.6)
         assert len(scene.others.looks) == before + 1
         assert scene.duty.term == 1
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_peer_that_conducts_with_the_better_claim_gets_the_duty(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = Scene()
-        scene.start(nursery)
+    async with running() as scene:
         scene.duty.act(0, OWN.peer_id)
         post = post_name(THIRD.peer_id.text, 0)
         scene.driver.heard[post] = trio.current_time()
@@ -107,46 +96,36 @@ async def test_a_peer_that_conducts_with_the_better_claim_gets_the_duty(autojump
         assert scene.notes[-1].endswith("conducts, too, and has the better claim")
         scene.duty.hear_of_term(2)
         assert scene.duty.term == 2
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_peer_that_only_dials_gives_the_duty_to_one_that_can_be_dialed(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = Scene()
-        scene.start(nursery)
+    async with running() as scene:
         scene.duty.act(0, OWN.peer_id)
         scene.directory.only_dials = True
         scene.following.note_stage0(OTHER.peer_id, 5.0, False)
         await trio.sleep(3.0)
         assert scene.driver.tenure is None
         assert scene.following.conductor is None
-        nursery.cancel_scope.cancel()
 
 
 async def test_members_that_are_announced_are_waited_for_unless_nobody_reaches_them(autojump_clock: MockClock) -> None:
     for gone in (False, True):
-        async with trio.open_nursery() as nursery:
-            scene = Scene(expect_s=6.0)
-            scene.start(nursery)
+        async with running(expect_s=6.0) as scene:
             scene.following.members = [MemberInfo(OTHER.peer_id.text, 0, [], True, since=1.0)]
             scene.unreachable = {OTHER.peer_id} if gone else set()
             machine = scene.duty.act(0, OWN.peer_id).machine
             scene.feed(hello(post_name(OWN.peer_id.text, 0)))
             await trio.sleep(2.0)
             assert (machine.phase is Phase.OPEN) is gone
-            nursery.cancel_scope.cancel()
 
 
 async def test_what_a_keeper_has_that_can_be_reached_counts(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = Scene()
+    async with running() as scene:
         scene.directory.kept = {OTHER.peer_id: [Position(8, b"kept")], THIRD.peer_id: [Position(9, b"kept")]}
         scene.others.silent = {THIRD.peer_id}
-        scene.start(nursery)
         search = scene.duty.act(0, OWN.peer_id).machine.search
         await trio.sleep(3.0)
         assert (search.announced_step, search.kept_step) == (9, 8)
-        nursery.cancel_scope.cancel()
 
 
 def record(keypair: Keypair, stage: int, step: int = 9, client: bool = False) -> tuple[Any, StagePeer]:
@@ -170,11 +149,9 @@ SURVIVOR, DEAD = record(THIRD, 1), record(OTHER, 0)
 async def test_a_state_is_forsaken_soon_only_where_nobody_who_had_it_is_there(
     autojump_clock: MockClock, records: list[Any], silent: bool, soon: bool
 ) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = Scene(stages=2, first_save=4, forsake_s=3.0, forsake_unseen_s=20.0, forsake_most_s=600.0)
+    async with running(stages=2, first_save=4, forsake_s=3.0, forsake_unseen_s=20.0, forsake_most_s=600.0) as scene:
         scene.directory.announced = dict(records)
         scene.others.silent = scene.unreachable = {OTHER.peer_id} if silent else set()
-        scene.start(nursery)
         machine = scene.duty.act(0, OWN.peer_id).machine
         scene.feed(hello(post_name(OWN.peer_id.text, 0)))
         scene.feed(replace(hello(post_name(THIRD.peer_id.text, 1), Position(9, b"here"), stage=1), digest=b"mean"))
@@ -182,4 +159,3 @@ async def test_a_state_is_forsaken_soon_only_where_nobody_who_had_it_is_there(
         assert (machine.phase is not Phase.GATHERING) is soon
         await trio.sleep(20.0)
         assert machine.phase is not Phase.GATHERING
-        nursery.cancel_scope.cancel()

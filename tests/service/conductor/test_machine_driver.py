@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import trio
 from trio.testing import MockClock
 
@@ -12,24 +15,23 @@ from peerd.machine.swarm.posts import post_name
 from peerd.machine.swarm.roster import START
 from peerd.service.conductor.machine_driver import MEMBERS
 from tests.kit.conducting import hello
-from tests.kit.conductor_scene import OTHER, OWN, Scene
+from tests.kit.conductor_scene import OTHER, OWN, Scene, running
 
 POST = post_name(OTHER.peer_id.text, 0)
 
 
-def begun(nursery: trio.Nursery) -> Scene:
+@asynccontextmanager
+async def begun() -> AsyncIterator[Scene]:
     """A tenure with one member."""
-    scene = Scene()
-    scene.start(nursery)
-    scene.duty.act(0, OWN.peer_id)
-    scene.driver.heard[POST] = trio.current_time()
-    scene.feed(hello(POST))
-    return scene
+    async with running() as scene:
+        scene.duty.act(0, OWN.peer_id)
+        scene.driver.heard[POST] = trio.current_time()
+        scene.feed(hello(POST))
+        yield scene
 
 
 async def test_the_machine_wakes_in_time_and_its_decisions_become_orders(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = begun(nursery)
+    async with begun() as scene:
         await trio.sleep(1.1)
         machine = scene.driver.machine
         assert machine is not None
@@ -47,12 +49,10 @@ async def test_the_machine_wakes_in_time_and_its_decisions_become_orders(autojum
         reign.tell(PrepareEnded(POST, prepare.attempt, False))
         assert machine.phase is Phase.MOVING, "a machine whose tenure has ended hears no more"
         assert scene.orders.cancelled == [b"all"]
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_peer_that_does_not_report_any_more_is_gone(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = begun(nursery)
+    async with begun() as scene:
         await trio.sleep(11.0)
         scene.driver.still_heard(POST)
         await trio.sleep(11.0)
@@ -63,23 +63,19 @@ async def test_a_peer_that_does_not_report_any_more_is_gone(autojump_clock: Mock
         assert [note for note in scene.notes if note.endswith("is silent")]
         scene.driver.still_heard(POST)
         assert scene.driver.heard == {}, "what waited since does not bring it back"
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_peer_whose_connection_is_lost_is_gone_with_all_its_posts(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = begun(nursery)
+    async with begun() as scene:
         scene.driver.heard |= {OTHER.peer_id.text: 0.0, OWN.peer_id.text: 0.0}
         scene.driver.peer_gone(OTHER.peer_id)
         assert list(scene.driver.heard) == [OWN.peer_id.text]
         assert scene.driver.machine is not None
         assert scene.driver.machine.members() == []
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_member_that_others_miss_is_gone_only_if_we_do_not_reach_it_either(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = begun(nursery)
+    async with begun() as scene:
         tenure = scene.driver.tenure
         assert tenure is not None
         probes: list[Output] = [Probe(POST), Probe("no peer")]
@@ -88,12 +84,10 @@ async def test_a_member_that_others_miss_is_gone_only_if_we_do_not_reach_it_eith
             scene.driver._carry_out(tenure, probes)
             await trio.sleep(0.1)
             assert (tenure.machine.members() == []) is silent
-        nursery.cancel_scope.cancel()
 
 
 async def test_whoever_waits_is_woken_by_news_and_by_the_tenures_end(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = begun(nursery)
+    async with begun() as scene:
         tenure, woken = scene.driver.tenure, list[float]()
         assert tenure is not None
         seen = tenure.machine.members_version
@@ -103,20 +97,18 @@ async def test_whoever_waits_is_woken_by_news_and_by_the_tenures_end(autojump_cl
             woken.append(trio.current_time())
 
         began = trio.current_time()
-        nursery.start_soon(wait, seen + 1)
-        nursery.start_soon(wait, seen + 1000)
+        scene.driver.nursery.start_soon(wait, seen + 1)
+        scene.driver.nursery.start_soon(wait, seen + 1000)
         await trio.sleep(0.5)
         scene.feed(MemberGone(POST))
         await trio.sleep(0.5)
         scene.driver.end()
         await trio.sleep(0.5)
         assert [round(at - began, 2) for at in woken] == [0.5, 1.0]
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_trainer_is_woken_by_what_concerns_it_and_not_by_others(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = begun(nursery)
+    async with begun() as scene:
         tenure, woken, looked = scene.driver.tenure, list[tuple[str, float]](), dict[str, int]()
         assert tenure is not None
         began = trio.current_time()
@@ -132,7 +124,7 @@ async def test_a_trainer_is_woken_by_what_concerns_it_and_not_by_others(autojump
             woken.append((name, round(trio.current_time() - began, 2)))
 
         for name in ("a", "b"):
-            nursery.start_soon(wait, name)
+            scene.driver.nursery.start_soon(wait, name)
         await trio.sleep(0.5)
         tenure.machine._versions.change("a")
         scene.driver.wake_waiting()
@@ -142,12 +134,10 @@ async def test_a_trainer_is_woken_by_what_concerns_it_and_not_by_others(autojump
         await trio.sleep(0.5)
         assert woken == [("a", 0.5), ("b", 1.0)]
         assert scene.driver._waiting.idle
-        nursery.cancel_scope.cancel()
 
 
 async def test_members_are_not_woken_by_what_concerns_all_trainers(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = begun(nursery)
+    async with begun() as scene:
         tenure, looks = scene.driver.tenure, list[float]()
         assert tenure is not None
 
@@ -155,18 +145,16 @@ async def test_members_are_not_woken_by_what_concerns_all_trainers(autojump_cloc
             looks.append(trio.current_time())
             return False
 
-        nursery.start_soon(scene.driver.wait_for_news, MEMBERS, has_news, tenure, 60.0)
+        scene.driver.nursery.start_soon(scene.driver.wait_for_news, MEMBERS, has_news, tenure, 60.0)
         await trio.sleep(0.1)
         tenure.machine._versions.change_all()
         scene.driver.wake_waiting()
         await trio.sleep(0.1)
         assert len(looks) == 1
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_deadline_that_moves_is_kept_whichever_way_it_moves(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = begun(nursery)
+    async with begun() as scene:
         machine, woken = scene.driver.machine, list[float]()
         assert machine is not None
         began, due = trio.current_time(), [4.0]
@@ -184,24 +172,20 @@ async def test_a_deadline_that_moves_is_kept_whichever_way_it_moves(autojump_clo
             scene.driver.wake_waiting()
         await trio.sleep_until(began + 9.0)
         assert woken == [3.0, 7.0]
-        nursery.cancel_scope.cancel()
 
 
 async def test_all_moves_of_a_large_swarm_begin(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = begun(nursery)
+    async with begun() as scene:
         tenure = scene.driver.tenure
         assert tenure is not None
         posts = [post_name(f"p{i}", 0) for i in range(1000)]
         scene.driver._carry_out(tenure, [SendMove(post, START, commit=True) for post in posts])
         await trio.sleep(0.1)
         assert sorted(move.peer for move in scene.orders.moves) == sorted(posts)
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_report_behind_much_else_on_a_full_line_is_waited_for_longer(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = begun(nursery)
+    async with begun() as scene:
         sending = [True]
         scene.driver._sends = lambda peer: sending[0] and peer == OTHER.peer_id.text
         await trio.sleep(26.0)
@@ -214,4 +198,3 @@ async def test_a_report_behind_much_else_on_a_full_line_is_waited_for_longer(aut
         sending[0] = False
         await trio.sleep(16.0)
         assert POST not in scene.driver.heard
-        nursery.cancel_scope.cancel()

@@ -15,13 +15,11 @@ from peerd.core.messages.swarm import Done, Leave, LineInfo, MemberAnswer, Seqs,
 from peerd.machine.swarm.posts import post_name
 from peerd.machine.swarm.roster import START
 from peerd.service.rpc.rpc import Incoming
-from tests.kit.conductor_scene import OTHER, OWN, RUN, THIRD, Scene, member, trainer
+from tests.kit.conductor_scene import OTHER, OWN, RUN, THIRD, member, running, trainer
 
 
 async def test_what_is_meant_for_another_run_is_refused(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = Scene()
-        scene.start(nursery)
+    async with running() as scene:
         other = b"o" * 16
         for report in (
             lambda: scene.reports._member(member(OTHER, run=other)),
@@ -32,13 +30,10 @@ async def test_what_is_meant_for_another_run_is_refused(autojump_clock: MockCloc
             with pytest.raises(Refused):
                 await report()
         assert scene.driver.tenure is None
-        nursery.cancel_scope.cancel()
 
 
 async def test_one_identity_takes_up_few_posts_and_none_of_stages_that_are_not(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = Scene(stages=6)
-        scene.start(nursery)
+    async with running(stages=6) as scene:
         with pytest.raises(Refused, match="no stage 6"):
             await scene.reports._member(member(OTHER, stage=6))
         for stage in range(POSTS + 1):  # one more as a helper
@@ -51,25 +46,19 @@ async def test_one_identity_takes_up_few_posts_and_none_of_stages_that_are_not(a
         await scene.reports._member(member(OTHER, stage=POSTS + 1))
         await scene.reports._member(member(THIRD, stage=0))
         assert len(scene.driver.heard) == POSTS + 2
-        nursery.cancel_scope.cancel()
 
 
 async def test_only_a_peer_that_conducts_says_so(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = Scene()
-        scene.start(nursery)
+    async with running() as scene:
         ask = Incoming(OTHER.peer_id, WhoConducts(RUN), (), 60.0)
         with pytest.raises(Refused):
             await scene.reports._who(ask)
         await scene.reports._member(member(OTHER, term=2))
         assert (await scene.reports._who(ask)).body.term == 3
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_member_is_asked_for_all_that_a_new_conductor_cannot_know(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = Scene()
-        scene.start(nursery)
+    async with running() as scene:
         short = (await scene.reports._member(member(OTHER, held=None))).body
         assert short.resend
         whole = (await scene.reports._member(member(OTHER))).body
@@ -78,13 +67,10 @@ async def test_a_member_is_asked_for_all_that_a_new_conductor_cannot_know(autoju
         assert [(m.peer, m.stage) for m in whole.members.changed] == [(OTHER.peer_id.text, 0)]
         assert (await scene.reports._member(member(OTHER, held=None, session=8))).body.resend
         assert scene.following.duty() == OTHER.peer_id or OTHER.peer_id in scene.following.order()
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_report_without_news_waits_for_them(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = Scene()
-        scene.start(nursery)
+    async with running() as scene:
         first = (await scene.reports._member(member(OTHER))).body
         answers: list[tuple[float, MemberAnswer]] = []
 
@@ -92,19 +78,16 @@ async def test_a_report_without_news_waits_for_them(autojump_clock: MockClock) -
             waiting = member(OTHER, held=None, seen=first.version, wait_s=30.0)
             answers.append((trio.current_time(), (await scene.reports._member(waiting)).body))
 
-        nursery.start_soon(report)
+        scene.driver.nursery.start_soon(report)
         await trio.sleep(0.5)
         assert answers == []
         await trio.sleep(1.0)
         ((_, told),) = answers
         assert told.current == START, "the members are gathered"
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_report_that_waited_is_refused_when_the_duty_has_gone_on(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = Scene()
-        scene.start(nursery)
+    async with running() as scene:
         await scene.reports._member(member(OTHER))
         await trio.sleep(2.0)
         assert scene.driver.machine is not None
@@ -118,13 +101,10 @@ async def test_a_report_that_waited_is_refused_when_the_duty_has_gone_on(autojum
             reporting.start_soon(report)
             await trio.sleep(0.5)
             scene.driver.end()
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_helper_is_known_by_its_line_and_needs_no_token(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = Scene()
-        scene.start(nursery)
+    async with running() as scene:
         scene.rpc.gate = SimpleNamespace(allows=lambda peer, method: False)
         with pytest.raises(Refused, match="token"):
             await scene.reports._member(member(OTHER))
@@ -132,13 +112,10 @@ async def test_a_helper_is_known_by_its_line_and_needs_no_token(autojump_clock: 
         assert not told.resend
         assert told.members is not None
         assert [(m.peer, m.ready) for m in told.members.changed] == [(THIRD.peer_id.text, False)]
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_trainer_gets_its_microbatches_with_a_grant(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = Scene(microbatches=2)
-        scene.start(nursery)
+    async with running(microbatches=2) as scene:
         await scene.reports._member(member(OTHER))
         await trio.sleep(1.5)
         told = (await scene.reports._trainer(trainer(THIRD, open=Seqs.of([4, 5, 6])))).body
@@ -148,17 +125,13 @@ async def test_a_trainer_gets_its_microbatches_with_a_grant(autojump_clock: Mock
         done = [Done(4, [OTHER.peer_id.text]), Done(5, [OTHER.peer_id.text])]
         await scene.reports._trainer(trainer(THIRD, done=done))
         assert [order.peer for order in scene.orders.prepares] == [post_name(OTHER.peer_id.text, 0)]
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_peer_that_leaves_is_gone_at_once(autojump_clock: MockClock) -> None:
-    async with trio.open_nursery() as nursery:
-        scene = Scene()
-        scene.start(nursery)
+    async with running() as scene:
         await scene.reports._member(member(OTHER))
         assert scene.driver.machine is not None
         await scene.reports._leave(Incoming(THIRD.peer_id, Leave(RUN, 0), (), 60.0))
         assert len(scene.driver.machine.members()) == 1
         await scene.reports._leave(Incoming(OTHER.peer_id, Leave(RUN, 0), (), 60.0))
         assert scene.driver.machine.members() == []
-        nursery.cancel_scope.cancel()
