@@ -174,10 +174,13 @@ async def test_an_unreachable_donor_is_replaced_by_another(autojump_clock: MockC
         assert (await fetch(joiner, [dead, donor]))[0].step == 3
 
 
-async def test_one_is_killed_and_one_lies_and_the_rest_is_fetched_from_the_third(autojump_clock: MockClock) -> None:
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "hangs"])
+async def test_one_is_killed_and_one_lies_and_the_rest_is_fetched_from_the_third(
+    autojump_clock: MockClock, is_killed: bool
+) -> None:
     async with peers(4) as (net, [(a, rpc_a), (b, rpc_b), (c, rpc_c), (own, rpc)]):
-        good, killed, liar = Donor(rpc_a, 5, LARGE), Donor(rpc_b, 5, LARGE), Donor(rpc_c, 5, LARGE)
-        killed.stops_at, liar.lies_from = 3, 3
+        good, lost, liar = Donor(rpc_a, 5, LARGE), Donor(rpc_b, 5, LARGE), Donor(rpc_c, 5, LARGE)
+        lost.stops_at, liar.lies_from = 3, 3
         joiner = Snapshots(rpc)
         notes: list[str] = []
         joiner.notes = notes.append
@@ -185,8 +188,9 @@ async def test_one_is_killed_and_one_lies_and_the_rest_is_fetched_from_the_third
 
             @nursery.start_soon
             async def kill() -> None:
-                await killed.stopped.wait()
-                net.cut(b, own)
+                await lost.stopped.wait()
+                if is_killed:
+                    net.cut(b, own)
 
             position, data = await fetch(joiner, [a, b, c], sizes=LARGE)
         assert position.step == 5
@@ -197,6 +201,7 @@ async def test_one_is_killed_and_one_lies_and_the_rest_is_fetched_from_the_third
         assert sum(c.text[-6:] in note and "wrong digest" in note for note in notes) == 1
         assert report.by_donor[b.text] >= 1
         assert report.asked <= report.pieces + 3 * 8
+        assert sum(report.by_donor.values()) <= report.pieces + 8
         assert len(good.pieces) == len(set(good.pieces))
 
 
