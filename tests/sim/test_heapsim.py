@@ -57,17 +57,6 @@ def test_in_a_small_swarm_everybody_knows_everybody_and_a_get_takes_one_round(co
         assert outcome.seconds <= 0.0921
 
 
-def test_a_peer_that_died_silently_delays_nobody_for_long() -> None:
-    sim = grown(5, refusing=0.0)
-    put(sim, sim.nodes[0])
-    sim.kill(sim.nodes[4])
-    values, outcome = got(sim, sim.nodes[1])
-    assert values == [b"value"]
-    assert outcome.seconds < 1.0
-    sim.run(sim.now + 200)  # neighbours look around every two minutes
-    assert all(len(node.kad.node.neighbours.table) == 3 for node in sim.living())
-
-
 def test_a_withdrawn_value_is_gone_for_everybody_also_where_the_withdrawal_was_missed() -> None:
     sim = grown(6)
     put(sim, sim.nodes[0])
@@ -89,27 +78,6 @@ def test_newcomers_hold_copies_soon_so_that_all_first_holders_may_die() -> None:
     sim.run(sim.now + 10)
     for node in sim.living():
         assert got(sim, node)[0] == [b"value"]
-
-
-def test_what_was_put_alone_reaches_those_who_come_later() -> None:
-    sim = HeapSim(1)
-    first = sim.add()
-    assert put(sim, first, ttl_s=3000.0) == 1
-    sim.add(first)
-    sim.run(sim.now + 5)
-    assert got(sim, sim.nodes[1])[0] == [b"value"]
-
-
-def test_clients_use_the_swarm_without_being_in_it() -> None:
-    sim = grown(20, clients=0.5)
-    clients = [node for node in sim.nodes if not node.contact.addrs]
-    assert 3 < len(clients) < 17
-    dialable = {node.kad.node.id for node in sim.nodes if node.contact.addrs}
-    for node in sim.nodes:
-        assert {contact.peer for contact in node.kad.node.neighbours.table} <= dialable
-    put(sim, clients[0])
-    assert got(sim, clients[1])[0] == [b"value"]
-    assert all(len(node.kad.node.store) == 0 for node in clients)
 
 
 def test_a_swarm_whose_lines_were_all_down_finds_itself_again() -> None:

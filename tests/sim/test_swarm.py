@@ -66,31 +66,3 @@ async def _changing_swarm(seed: int) -> str:
 @pytest.mark.thorough
 def test_records_stay_found_while_a_third_of_thirty_peers_is_replaced(seed: int) -> None:
     run_virtual(_changing_swarm, seed, seed=seed)
-
-
-async def _small_swarm(seed: int) -> str:
-    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
-        nodes = await joined(world, 6)
-        key = Key.of("record")
-        await nodes[1].dht.put(key, b"value", ttl_s=600)
-        await world.kill(nodes[1], silent=True)
-        assert [record.value for record in await nodes[5].dht.get(key)] == [b"value"]
-        await world.stop(nodes[2])
-    return world.trace.hash()
-
-
-@pytest.mark.slow
-def test_a_swarm_with_calls_and_dht_repeats_exactly(seed: int) -> None:
-    first = run_virtual(_small_swarm, seed, seed=seed)
-    assert run_virtual(_small_swarm, seed, seed=seed) == first
-    assert run_virtual(_small_swarm, seed + 1, seed=seed + 1) != first
-
-
-@pytest.mark.slow
-async def test_a_peer_whose_clock_is_wrong_learns_it_from_the_others(autojump_clock: trio.abc.Clock) -> None:
-    async with World(3, swarm(), WorldConfig(line=home_line)).running() as world:
-        nodes = await joined(world, 5)
-        late = await world.start("late", skew_s=-3600.0)
-        assert await world.until(lambda: abs(late.clock.offset_s - 3600) < 5, within_s=120)
-        await late.dht.put(Key.of("record"), b"value", ttl_s=60)
-        assert len(await nodes[2].dht.get(Key.of("record"))) == 1
