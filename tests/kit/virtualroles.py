@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,20 +36,21 @@ from peerd.sim.world import Node, World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.fakehost import leaves
+from tests.kit.world import home_world
 
 T = TypeVar("T")
 
 
-def virtual_run(folder: Path, text_bytes: tuple[int, ...], **sections: Any) -> RunFile:
-    """A run on texts of so many bytes each, made in `folder`; `sections` in place of those of a tiny model."""
+def virtual_run(folder: Path, text_bytes: tuple[int, ...], stages: int = 1, **sections: Any) -> RunFile:
+    """A run of a tiny model on texts of these sizes, which are made in `folder`; `sections` replace the model's."""
     for i, size in enumerate(text_bytes):
         text = bytes((7 * i + 13 * j * j + j // 3) % 251 for j in range(size))
         (folder / f"text{i}.txt").write_bytes(text)
     settings: dict[str, Any] = {
         "run": "virtual",
         "seed": 5,
-        "model": ModelSection(d_model=8, heads=1, layers=1, context=8),
-        "pipeline": PipelineSection(stages=1, microbatch=1),
+        "model": ModelSection(d_model=8, heads=1, layers=stages, context=8),
+        "pipeline": PipelineSection(stages=stages, microbatch=1),
         "optimizer": OptimizerSection(name="adamw", lr=1e-3),
         "batch": BatchSection(target_samples=24),
         "data": DataSection(path=str(folder / "*.txt"), holdout=0.1),
@@ -179,20 +181,62 @@ class Roles:
     def story(self) -> str:
         return "\n".join(f"{name}: {event}" for name, log in self.logs.items() for event in log.recent(12))
 
+    def serving(self, stage: int) -> list[str]:
+        """Names of the peers that serve a stage."""
+        found = [(name, role) for name, role in sorted(self.live.items()) if isinstance(role, StageRole)]
+        return [name for name, role in found if stage in [post.stage for post in role.posts]]
+
+    def conductors(self) -> list[str]:
+        """Names of the peers that conduct the run."""
+        return [name for name, role in sorted(self.live.items()) if conducts(role)]
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        """Events with one of these names from the logs of all peers."""
+        return [event for log in self.logs.values() for event in log.recent(200) if event["name"] in names]
+
     def conductor_notes(self) -> list[str]:
         """Everybody's notes about the conductor's duty."""
-        events = [event for log in self.logs.values() for event in log.recent(200)]
-        return [str(event["note"]) for event in events if event["name"] == "conductor.noted"]
+        return [str(event["note"]) for event in self.events("conductor.noted")]
 
     def replica_step(self) -> int:
         """The newest of the replicas' steps."""
         return max((role.replica.position.step for role in self.of(TrainerRole)), default=0)
 
 
-async def start_replicas(world: World, roles: Roles, count: int) -> Node:
-    """A first node that others join through, which is returned, and so many trainers of whole replicas."""
-    boot = await world.start("boot")
-    world.bootstrap.append(boot.full_addr)
+def conducts(role: Any) -> bool:
+    """True for a stage peer or a replica that conducts the run."""
+    member = role.replica if isinstance(role, TrainerRole) else role if isinstance(role, StageRole) else None
+    return member is not None and member._services.conducting.acting
+
+
+@asynccontextmanager
+async def pipeline_world(
+    roles: Roles, stage_peers: int, *trainers: str, seed: int = 1, network: Any = None, step: int = 3
+) -> AsyncIterator[World]:
+    """A world at home with stage peers that choose their stages, and trainers; entered once all peers made `step`."""
+    async with home_world(seed) as world:
+        for number in range(stage_peers):
+            await world.start(f"stage{number}", program=roles.program(StageRole, network))
+        for name in trainers:
+            await world.start(name, program=roles.program(TrainerRole, network))
+
+        def ready() -> bool:
+            return len(roles.steps()) == stage_peers and min(roles.steps()) >= step
+
+        assert await world.until(ready, within_s=120), roles.story()
+        yield world
+
+
+@asynccontextmanager
+async def replica_world(roles: Roles, count: int, *, seed: int = 1, step: int = 3) -> AsyncIterator[World]:
+    """A world at home with trainers of whole replicas; entered once one of them has made `step`."""
+    async with home_world(seed) as world:
+        await start_replicas(world, roles, count)
+        assert await world.until(lambda: roles.replica_step() >= step, within_s=120), roles.story()
+        yield world
+
+
+async def start_replicas(world: World, roles: Roles, count: int) -> None:
+    """Start trainers of whole replicas."""
     for number in range(count):
         await world.start(f"replica{number}", program=roles.program(TrainerRole))
-    return boot

@@ -17,12 +17,10 @@ from trio.testing import MockClock
 from peerd.contents import with_digests
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
-from tests.kit.world import home_line
+from tests.kit.virtualroles import PacedDevice, Roles, replica_world, virtual_run
+from tests.kit.world import home_world
 
 pytestmark = pytest.mark.slow
 
@@ -67,10 +65,7 @@ def paced(run: RunFile, folder: Path) -> Roles:
 async def refusal(roles: Roles, run: RunFile, other: RunFile) -> str:
     """The reason that a replica with `other` hears while one with `run` trains; empty: it trains with it."""
     roles.run = run
-    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
-        await start_replicas(world, roles, 1)
-        first: Any = roles.live["replica0"]
-        assert await world.until(lambda: bool(first.status()["step"]), within_s=60), roles.story()
+    async with replica_world(roles, 1, step=1) as world:
         await world.start("candidate", program=roles.program(Candidate, run=other))
         second: Candidate = roles.live["candidate"]
         assert await world.until(lambda: bool(second.refusal or counted(second)), within_s=60), roles.story()
@@ -118,9 +113,7 @@ async def test_of_trainers_that_start_in_the_same_second_with_other_texts_one_sa
     other = tmp_path / "other"
     other.write_bytes((tmp_path / "text0.txt").read_bytes()[::-1])
     roles = paced(run, tmp_path / "peers")
-    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
-        boot = await world.start("boot")
-        world.bootstrap.append(boot.full_addr)
+    async with home_world() as world:
         async with trio.open_nursery() as nursery:
             for name, its in (("here", run), ("there", with_text(run, other))):
                 nursery.start_soon(partial(world.start, name, program=roles.program(Candidate, run=its)))
@@ -144,17 +137,10 @@ async def test_a_peer_with_other_settings_that_starts_in_the_same_second_is_told
     tmp_path: Path, autojump_clock: MockClock, kind: type[Refusable]
 ) -> None:
     """Neither serves yet when the other compares; only one of them can have the run: the one that conducts."""
-    run = virtual_run(
-        tmp_path,
-        (4000,),
-        model=ModelSection(d_model=8, heads=1, layers=2, context=8),
-        pipeline=PipelineSection(stages=2, microbatch=2),
-    )
+    run = virtual_run(tmp_path, (4000,), 2, pipeline=PipelineSection(stages=2, microbatch=2))
     other = msgspec.structs.replace(run, seed=7, optimizer=OptimizerSection(name="sgd"))
     roles = Roles(run, tmp_path / "peers")
-    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
-        boot = await world.start("boot")
-        world.bootstrap.append(boot.full_addr)
+    async with home_world() as world:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(world.start, "one", program=roles.program(StageCandidate)))
             nursery.start_soon(partial(world.start, "two", program=roles.program(kind, run=other)))

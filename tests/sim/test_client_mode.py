@@ -12,12 +12,13 @@ import trio
 from peerd.core.run.runfile import ModelSection, PipelineSection, RunFile
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import stack_on, swarm
-from peerd.sim.world import Node, World, WorldConfig
+from peerd.sim.world import Node, World
 from peerd.training.stage.line_info import own_line
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.training import pinned
 from tests.kit.virtualroles import Roles
-from tests.kit.world import home_line
+from tests.kit.world import home_world
 from tests.sim.test_training_swarm import run
 
 __all__ = ["run"]  # a fixture
@@ -32,11 +33,8 @@ async def shut(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
     await stack.run([], node.world.bootstrap, task_status=task_status)
 
 
-def pinned(roles: Roles, stage: int, network: Any) -> Any:
-    fixed = msgspec.structs.replace(roles.run.limits, stage=stage)
-    own = Roles(msgspec.structs.replace(roles.run, limits=fixed), roles.directory)
-    own.live, own.logs = roles.live, roles.logs
-    return own.program(StageRole, network)
+def of_stage(roles: Roles, stage: int, network: Any) -> Any:
+    return roles.program(StageRole, network, run=pinned(roles.run, stage))
 
 
 def short(run: RunFile) -> RunFile:
@@ -56,13 +54,11 @@ def test_a_stage_peer_and_a_trainer_that_only_dial_take_their_part(run: RunFile,
     roles = Roles(short(run), tmp_path / "peers")
 
     async def main() -> None:
-        async with World(7, swarm(), WorldConfig(line=home_line)).running() as world:
-            boot = await world.start("boot")
-            world.bootstrap.append(boot.full_addr)
+        async with home_world(7) as world:
             # The oldest peer of stage 0 is the one that nobody can dial: it must not conduct.
-            hidden = await world.start("hidden", program=pinned(roles, 0, shut))
+            hidden = await world.start("hidden", program=of_stage(roles, 0, shut))
             for stage in (0, 1):
-                await world.start(f"stage{stage}", program=pinned(roles, stage, swarm()))
+                await world.start(f"stage{stage}", program=of_stage(roles, stage, swarm()))
             await world.start("trainer", program=roles.program(TrainerRole))
             await world.start("shy", program=roles.program(TrainerRole, shut))
             served: set[str] = set()
@@ -95,11 +91,9 @@ def test_a_stage_that_only_dials_has_links_to_the_one_before_it_and_needs_no_rel
     roles = Roles(short(run), tmp_path / "peers")
 
     async def main() -> None:
-        async with World(9, swarm(), WorldConfig(line=home_line)).running() as world:
-            boot = await world.start("boot")
-            world.bootstrap.append(boot.full_addr)
-            await world.start("first", program=pinned(roles, 0, swarm()))
-            hidden = await world.start("hidden", program=pinned(roles, 1, shut))
+        async with home_world(9) as world:
+            await world.start("first", program=of_stage(roles, 0, swarm()))
+            hidden = await world.start("hidden", program=of_stage(roles, 1, shut))
             await world.start("trainer", program=roles.program(TrainerRole, network()))
             await finished(world, roles)
             ways = roles.live["first"].post.status()["handover"]["next"]
@@ -120,9 +114,7 @@ def test_replicas_that_only_dial_average_with_one_that_can_be_dialed(run: RunFil
     roles = Roles(whole, tmp_path / "peers")
 
     async def main() -> None:
-        async with World(8, swarm(), WorldConfig(line=home_line)).running() as world:
-            boot = await world.start("boot")
-            world.bootstrap.append(boot.full_addr)
+        async with home_world(8) as world:
             await world.start("open", program=roles.program(TrainerRole))
             for number in range(2):
                 await world.start(f"shy{number}", program=roles.program(TrainerRole, shut))

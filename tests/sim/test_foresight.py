@@ -5,26 +5,19 @@ from __future__ import annotations
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 import trio
 
 from peerd.commands.status.swarm_view import foretold_by, swarm_view
-from peerd.core.run.runfile import (
-    OptimizerSection,
-    RunFile,
-)
+from peerd.core.run.runfile import OptimizerSection, RunFile
 from peerd.service.averaging.allreduce import Averaging
 from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
-from peerd.sim.world import Node, World, WorldConfig
+from peerd.sim.world import Node
 from roles.trainer import TrainerRole
-from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
-from tests.kit.world import home_line
-
-T = TypeVar("T")
+from tests.kit.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 MICROBATCH_S = 4.0
 STEPS = 4
@@ -81,8 +74,8 @@ def cut_followers(roles: Roles) -> None:
 async def train(seed: int, roles: Roles) -> tuple[list[float], Watcher]:
     """Three replicas make all steps; returns when each step was made, and what somebody saw meanwhile."""
     made: list[float] = []
-    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
-        watcher = Watcher(await start_replicas(world, roles, 3), roles.run)
+    async with replica_world(roles, 3, seed=seed, step=0) as world:
+        watcher = Watcher(world.nodes["boot"], roles.run)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watcher.watch)
             for step in range(1, STEPS + 1):

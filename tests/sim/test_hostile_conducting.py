@@ -30,15 +30,13 @@ from peerd.core.messages.swarm import (
     TrainerSync,
     WhoConducts,
 )
-from peerd.core.run.runfile import AveragingSection, OptimizerSection
+from peerd.core.run.runfile import AveragingSection
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
-from peerd.sim.world import Node, World, WorldConfig
+from peerd.sim.world import Node
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
-from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
-from tests.kit.world import home_line
+from tests.kit.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 pytestmark = pytest.mark.slow
 Attack = Callable[["Hostile"], Awaitable[None]]
@@ -54,24 +52,13 @@ class Hostile:
 
     @property
     def conducting(self) -> Any:
-        return next(
-            role.replica._services.conducting
-            for role in self.roles.of(TrainerRole)
-            if role.replica._services.conducting.acting
-        )
+        return self.roles.live[self.roles.conductors()[0]].replica._services.conducting
 
     async def member(self, **changes: Any) -> MemberAnswer | None:
         lies: dict[str, Any] = {
             **{"run": self.run, "session": 7, "stage": 0, "position": Position(0, b""), "prepared": None, "saved": []},
-            **{
-                "held": Mbs(),
-                "counted": Mbs(),
-                "addrs": [str(self.node.addr)],
-                "since": 1.0,
-                "term": 0,
-                "seen": 0,
-                "wait_s": 0.0,
-            },
+            **{"held": Mbs(), "counted": Mbs(), "addrs": [str(self.node.addr)], "since": 1.0, "term": 0, "seen": 0},
+            "wait_s": 0.0,
         }
         return await self._say("swarm/4/member", MemberSync(**{**lies, **changes}), MemberAnswer)
 
@@ -159,10 +146,13 @@ async def takes_every_post(hostile: Hostile) -> None:
         await trio.sleep(0.3)
 
 
+def roles_of(folder: Path) -> Roles:
+    run = virtual_run(folder, (40_000,), averaging=AveragingSection(sender_timeout_s=2.0))
+    return Roles(run, folder / "peers", partial(PacedDevice, 0.03))
+
+
 async def attacked(roles: Roles, attack: Attack, within_s: float) -> None:
-    async with World(3, swarm(), WorldConfig(line=home_line)).running() as world:
-        await start_replicas(world, roles, 3)
-        assert await world.until(lambda: roles.replica_step() >= 3, within_s=120), roles.story()
+    async with replica_world(roles, 3, seed=3) as world:
         hostile = Hostile(await world.start("hostile"), roles)
         conductor, began = hostile.conducting, roles.replica_step()
         async with trio.open_nursery() as nursery:
@@ -189,20 +179,11 @@ async def attacked(roles: Roles, attack: Attack, within_s: float) -> None:
     ],
 )
 def test_a_stranger_neither_stops_a_run_nor_takes_it_over(tmp_path: Path, attack: Attack, within_s: float) -> None:
-    run = virtual_run(
-        tmp_path,
-        (40_000,),
-        optimizer=OptimizerSection(name="adamw", lr=1e-3),
-        averaging=AveragingSection(sender_timeout_s=2.0),
-    )
-    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.03))
-    run_virtual(attacked, roles, attack, within_s, seed=3)
+    run_virtual(attacked, roles_of(tmp_path), attack, within_s, seed=3)
 
 
 async def refuses_the_duty(roles: Roles) -> None:
-    async with World(3, swarm(), WorldConfig(line=home_line)).running() as world:
-        await start_replicas(world, roles, 3)
-        assert await world.until(lambda: roles.replica_step() >= 3, within_s=120), roles.story()
+    async with replica_world(roles, 3, seed=3) as world:
         hostile = Hostile(await world.start("hostile"), roles)
         hostile.refuses_all()
         for _ in range(20):
@@ -222,15 +203,11 @@ async def refuses_the_duty(roles: Roles) -> None:
 
 
 def test_a_peer_that_says_it_came_first_and_refuses_to_conduct_stops_nobody(tmp_path: Path) -> None:
-    run = virtual_run(tmp_path, (40_000,), averaging=AveragingSection(sender_timeout_s=2.0))
-    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.03))
-    run_virtual(refuses_the_duty, roles, seed=3)
+    run_virtual(refuses_the_duty, roles_of(tmp_path), seed=3)
 
 
 async def hangs_among_the_unreachable(roles: Roles) -> None:
-    async with World(3, swarm(), WorldConfig(line=home_line)).running() as world:
-        await start_replicas(world, roles, 3)
-        assert await world.until(lambda: roles.replica_step() >= 3, within_s=120), roles.story()
+    async with replica_world(roles, 3, seed=3) as world:
         hostile = Hostile(await world.start("hostile"), roles)
         conductor = hostile.conducting
         for number in range(200):  # as records of whoever wants to hold the conductor up
@@ -248,11 +225,4 @@ async def hangs_among_the_unreachable(roles: Roles) -> None:
 
 
 def test_a_hung_member_is_noticed_among_two_hundred_that_nobody_can_reach(tmp_path: Path) -> None:
-    run = virtual_run(
-        tmp_path,
-        (40_000,),
-        optimizer=OptimizerSection(name="adamw", lr=1e-3),
-        averaging=AveragingSection(sender_timeout_s=2.0),
-    )
-    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.03))
-    run_virtual(hangs_among_the_unreachable, roles, seed=3)
+    run_virtual(hangs_among_the_unreachable, roles_of(tmp_path), seed=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,16 +11,15 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.core.run.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.core.run.runfile import CheckpointSection, PipelineSection, RunFile
 from peerd.sim.faults import inject, stall
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
+from peerd.sim.world import World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.misfortunes import public_ip
 from tests.kit.training import pinned
 from tests.kit.virtualroles import Roles, virtual_run
-from tests.kit.world import home_line
+from tests.kit.world import home_world
 
 WITHIN_S = 15.0
 
@@ -30,9 +28,8 @@ def run_of(tmp_path: Path, every_steps: int = 4) -> RunFile:
     return virtual_run(
         tmp_path,
         (40_000,),
-        model=ModelSection(d_model=8, heads=1, layers=2, context=8),
+        stages=2,
         pipeline=PipelineSection(stages=2, microbatch=2),
-        optimizer=OptimizerSection(name="adamw", lr=1e-3),
         checkpoint=CheckpointSection(every_steps=every_steps, keep=2),
     )
 
@@ -40,9 +37,7 @@ def run_of(tmp_path: Path, every_steps: int = 4) -> RunFile:
 @asynccontextmanager
 async def training(roles: Roles, stage_peers: int) -> AsyncIterator[World]:
     """A boot node, so many peers that choose their stages, and a trainer; begun."""
-    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
-        boot = await world.start("boot")
-        world.bootstrap.append(boot.full_addr)
+    async with home_world() as world:
         for number in range(stage_peers):
             await world.start(f"stage{number}", program=roles.program(StageRole), ip=public_ip(number))
         await world.start("trainer", program=roles.program(TrainerRole))
@@ -50,13 +45,9 @@ async def training(roles: Roles, stage_peers: int) -> AsyncIterator[World]:
         yield world
 
 
-def serving(roles: Roles, stage: int) -> list[str]:
-    return [name for name, role in sorted(roles.live.items()) if isinstance(role, StageRole) and role.stage == stage]
-
-
 async def lose(world: World, roles: Roles, stage: int) -> str:
     """Kill all peers of a stage, one in the middle of a sentence."""
-    names = serving(roles, stage)
+    names = roles.serving(stage)
     for node in [node for node in world.living() if node.name in names]:
         await world.kill(node)
     return names[0]
@@ -77,10 +68,6 @@ async def goes_on(world: World, roles: Roles, within_s: float = WITHIN_S) -> Non
     print(f"went on after {trio.current_time() - began:.1f} s")
 
 
-def events(roles: Roles, name: str) -> list[dict[str, Any]]:
-    return [event for log in roles.logs.values() for event in log.recent(200) if event["name"] == name]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_a_newcomer_serves_the_stage_whose_peer_was_killed(
@@ -92,9 +79,9 @@ async def test_a_newcomer_serves_the_stage_whose_peer_was_killed(
         await trio.sleep(2.0)
         await world.start("new", program=roles.program(StageRole))
         await goes_on(world, roles)
-        assert serving(roles, stage) == ["new"]
+        assert roles.serving(stage) == ["new"]
         assert "with the state of step" not in str(roles.live["new"].status()["waits_for"]), "the swarm came to it"
-        warned = [event for event in events(roles, "conductor.noted") if event["level"] == "warn"]
+        warned = [event for event in roles.events("conductor.noted") if event["level"] == "warn"]
         assert len(warned) == 1
         assert f"stage {stage} was lost with its last peer: the swarm goes back from step" in str(warned[0]["note"])
 
@@ -105,17 +92,16 @@ async def test_its_own_checkpoint_does_not_lead_a_restarted_peer_past_an_empty_s
 ) -> None:
     roles = Roles(run_of(tmp_path), tmp_path / "peers")
     async with training(roles, 3) as world:
-        most = max((0, 1), key=lambda stage: len(serving(roles, stage)))
-        again = serving(roles, most)[1]
+        most = max((0, 1), key=lambda stage: len(roles.serving(stage)))
+        again = roles.serving(most)[1]
         (node,) = [node for node in world.living() if node.name == again]
         with trio.fail_after(30):
             await roles.live[again].leave()
         await world.kill(node)
         await lose(world, roles, 1 - most)
-        shutil.copytree(roles.directory / again, roles.directory / "back")  # a name is of one node
-        await world.start("back", program=roles.program(StageRole))
+        await world.restart(node)
         await goes_on(world, roles)
-        assert serving(roles, 1 - most) == ["back"]
+        assert roles.serving(1 - most) == [again]
 
 
 @pytest.mark.slow
@@ -126,7 +112,7 @@ async def test_peers_that_lost_power_together_go_back_to_what_is_on_their_disks(
     roles = Roles(run_of(tmp_path), tmp_path / "peers")
     async with training(roles, 6) as world:
         lost = [node for node in world.living() if node.name.startswith("stage")]
-        gone = serving(roles, 1)[1:]
+        gone = roles.serving(1)[1:]
         for node in lost:
             await world.kill(node, silent=True)
         await trio.sleep(3.0)
@@ -145,14 +131,14 @@ async def test_one_peer_moves_to_a_stage_that_lost_all_its_own(
 ) -> None:
     roles = Roles(run_of(tmp_path, every_steps=0), tmp_path / "peers")
     async with training(roles, peers) as world:
-        few = min((0, 1), key=lambda stage: len(serving(roles, stage)))
-        before = serving(roles, 1 - few)
+        few = min((0, 1), key=lambda stage: len(roles.serving(stage)))
+        before = roles.serving(1 - few)
         await lose(world, roles, few)
         await goes_on(world, roles, 60.0)
         await trio.sleep(60.0)
-        assert len(serving(roles, few)) == 1, "exactly one has moved"
-        assert len(serving(roles, 1 - few)) == len(before) - 1
-        (moved,) = events(roles, "stage.moved")
+        assert len(roles.serving(few)) == 1, "exactly one has moved"
+        assert len(roles.serving(1 - few)) == len(before) - 1
+        (moved,) = roles.events("stage.moved")
         assert (moved["before"], moved["stage"]) == (1 - few, few)
         assert f"stage {few} has had no peer for" in str(moved["why"])
         await goes_on(world, roles)
@@ -165,9 +151,9 @@ async def test_a_stage_that_is_lost_while_the_conductor_stands_still_is_filled_a
     stall_s = 10.0  # it answers again before another takes the duty, and its mate has overtaken it
     roles = Roles(run_of(tmp_path), tmp_path / "peers")
     async with training(roles, 3) as world:
-        few = min((0, 1), key=lambda stage: len(serving(roles, stage)))
-        (conducts,) = [name for name, role in roles.live.items() if role.status().get("conducts")]
-        assert conducts not in serving(roles, few)
+        few = min((0, 1), key=lambda stage: len(roles.serving(stage)))
+        (conducts,) = roles.conductors()
+        assert conducts not in roles.serving(few)
         await inject(world, [stall(conducts, 0.0, stall_s)])
         await lose(world, roles, few)
         await goes_on(world, roles, stall_s + WITHIN_S)
@@ -177,17 +163,15 @@ async def test_a_stage_that_is_lost_while_the_conductor_stands_still_is_filled_a
 async def test_a_peer_whose_stage_the_user_has_set_never_moves(tmp_path: Path, autojump_clock: MockClock) -> None:
     run = run_of(tmp_path)
     roles = Roles(run, tmp_path / "peers")
-    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
-        boot = await world.start("boot")
-        world.bootstrap.append(boot.full_addr)
+    async with home_world() as world:
         for number, stage in enumerate((0, 0, 1)):
             await world.start(f"stage{number}", program=roles.program(StageRole, run=pinned(run, stage)))
         await world.start("trainer", program=roles.program(TrainerRole))
         assert await world.until(lambda: len(roles.steps()) == 3 and min(roles.steps()) >= 6, within_s=60)
         await lose(world, roles, 1)
         await trio.sleep(120.0)
-        assert serving(roles, 0) == ["stage0", "stage1"]
-        assert events(roles, "stage.moved") == []
+        assert roles.serving(0) == ["stage0", "stage1"]
+        assert roles.events("stage.moved") == []
 
 
 @pytest.mark.slow
@@ -200,4 +184,4 @@ async def test_newcomers_that_come_together_fill_both_gaps(tmp_path: Path, autoj
         async with trio.open_nursery() as nursery:
             for name in ("new0", "new1"):
                 nursery.start_soon(lambda name=name: world.start(name, program=roles.program(StageRole)))
-        assert await world.until(lambda: serving(roles, 0) != [] and serving(roles, 1) != [], within_s=30)
+        assert await world.until(lambda: roles.serving(0) != [] and roles.serving(1) != [], within_s=30)

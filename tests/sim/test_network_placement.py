@@ -5,34 +5,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from trio.testing import MockClock
 
 from peerd.core.run.runfile import RunFile
-from peerd.sim.programs import swarm
 from peerd.sim.simnet import SimPath
-from peerd.sim.world import World, WorldConfig
+from peerd.sim.world import World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
 from tests.kit.virtualroles import PacedDevice, Roles
-from tests.kit.world import home_line
+from tests.kit.world import home_world
 
 PLACES = {f"stage{number}": number // 3 for number in range(6)}
 THREE_PLACES = {f"stage{number}": number // 3 for number in range(9)}
 SLOW_S = 0.6  # of a microbatch
 FAR = SimPath(latency_s=0.3)  # each peer meets all others of its stage, and one of the next
 WITHIN_S = 900.0
-
-
-@pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
-    found = Batches()
-    found.watch(monkeypatch)
-    return found
 
 
 def stages(roles: Roles) -> dict[str, list[int]]:
@@ -59,10 +50,6 @@ def unending(tmp_path: Path) -> RunFile:
     return msgspec.structs.replace(run, optimizer=optimizer, pipeline=pipeline)
 
 
-def events(roles: Roles, name: str) -> list[dict[str, Any]]:
-    return [event for log in roles.logs.values() for event in log.recent(200) if event["name"] == name]
-
-
 def none_alone(roles: Roles) -> bool:
     """Each peer serves one stage, and each stage has two at the least."""
     served = [stage for posts in stages(roles).values() for stage in posts]
@@ -81,8 +68,6 @@ def is_exact(roles: Roles, batches: Batches) -> bool:
 
 async def stage_peers(world: World, roles: Roles, places: dict[str, int], fast_s: float = SLOW_S) -> None:
     """Peers one after the other, so that each place gets both stages; a microbatch takes `fast_s` in place 0."""
-    boot = await world.start("boot")
-    world.bootstrap.append(boot.full_addr)
     for one, other in itertools.combinations(places, 2):
         if places[one] != places[other]:
             world.net.set_path(one, other, FAR)
@@ -99,14 +84,14 @@ async def test_fewer_pairs_of_a_stage_are_far_from_each_other(
 ) -> None:
     run = unending(tmp_path)
     roles = Roles(run, tmp_path / "peers")
-    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
+    async with home_world() as world:
         await stage_peers(world, roles, PLACES)
         before = far_pairs(roles)
         assert before >= 4
         await world.start("trainer", program=roles.program(TrainerRole))
         nearer: Callable[[], bool] = lambda: is_settled(roles) and far_pairs(roles) < before  # noqa: E731
         assert await world.until(nearer, within_s=WITHIN_S), roles.story()
-        whys = [str(event["why"]) for event in events(roles, "stage.moved")]
+        whys = [str(event["why"]) for event in roles.events("stage.moved")]
         assert whys
         assert all("measured network" in why for why in whys)
         assert is_exact(roles, batches)
@@ -118,10 +103,10 @@ async def test_the_run_goes_on_when_all_of_the_fastest_place_leave_at_once(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches
 ) -> None:
     roles = Roles(unending(tmp_path), tmp_path / "peers")
-    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
+    async with home_world() as world:
         await stage_peers(world, roles, THREE_PLACES, fast_s=0.3)
         await world.start("trainer", program=roles.program(TrainerRole))
-        assert await world.until(lambda: bool(events(roles, "stage.moved")), within_s=WITHIN_S), roles.story()
+        assert await world.until(lambda: bool(roles.events("stage.moved")), within_s=WITHIN_S), roles.story()
         for node in [node for node in world.living() if THREE_PLACES.get(node.name) == 0]:
             await world.kill(node)  # in the midst of moves, and the conductor among them
         before = max(roles.steps())

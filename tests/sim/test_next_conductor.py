@@ -9,20 +9,15 @@ import pytest
 
 from peerd.core.run.runfile import AveragingSection, OptimizerSection
 from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
-from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
-from tests.kit.world import home_line
+from tests.kit.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 STEPS = 24
 
 
 async def lose_the_first(roles: Roles, seed: int) -> None:
-    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
-        await start_replicas(world, roles, 1)
-        assert await world.until(lambda: roles.replica_step() >= 4, within_s=120)
+    async with replica_world(roles, 1, seed=seed, step=4) as world:
         first = next(node for node in world.living() if node.name == "replica0")
         for name in ("replica1", "replica2"):
             await world.start(name, program=roles.program(TrainerRole))

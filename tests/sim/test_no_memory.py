@@ -13,14 +13,12 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from peerd.core.run.runfile import CheckpointSection, ModelSection, PipelineSection
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
+from peerd.core.run.runfile import CheckpointSection, ModelSection
+from peerd.sim.world import World
 from roles.stage import StageRole
-from roles.trainer import TrainerRole
 from tests.kit.chaos import in_no_thread
 from tests.kit.history import Histories
-from tests.kit.virtualroles import PacedDevice, Roles, virtual_run
+from tests.kit.virtualroles import PacedDevice, Roles, pipeline_world, virtual_run
 
 PEERS = 4
 
@@ -38,21 +36,15 @@ class Scene:
         run = virtual_run(
             folder,
             (40_000,),
+            stages=2,
             model=ModelSection(d_model=8, heads=1, layers=2, context=8, dtype="float64"),
-            pipeline=PipelineSection(stages=2, microbatch=1),
             checkpoint=CheckpointSection(every_steps=4, keep=2),
         )
         self.roles = Roles(run, folder / "peers", partial(PacedDevice, 0.1))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[World]:
-        async with World(1, swarm(), WorldConfig()).running() as world:
-            boot = await world.start("boot")
-            world.bootstrap.append(boot.full_addr)
-            for number in range(PEERS):
-                await world.start(f"stage{number}", program=self.roles.program(StageRole))
-            await world.start("trainer", program=self.roles.program(TrainerRole))
-            await self.until(world, 3)
+        async with pipeline_world(self.roles, PEERS, "trainer") as world:
             yield world
             assert not [fault for node in world.nodes.values() for fault in node.host.faults.places.values()]
             states = [post.state for role in self.roles.of(StageRole) for post in role.posts]

@@ -21,26 +21,17 @@ from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import Relocate
 from peerd.core.run.runfile import AccessSection, CheckpointSection, RunFile
 from peerd.service.access import Access
-from peerd.sim.programs import stack_on, swarm
-from peerd.sim.world import Node, Program, World, WorldConfig
+from peerd.sim.programs import stack_on
+from peerd.sim.world import Node, Program, World
 from peerd.training.stage import moving
 from roles.stage import StageRole
-from roles.trainer import TrainerRole
 from tests.kit.amount import some
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
 from tests.kit.members import ORGANIZER, Papers, revoked, token
-from tests.kit.virtualroles import PacedDevice, Roles
-from tests.kit.world import home_line
+from tests.kit.virtualroles import PacedDevice, Roles, pipeline_world
 
 MICROBATCH_S = 3.0
 WITHIN_S = 900.0
-
-
-@pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
-    found = Batches()
-    found.watch(monkeypatch)
-    return found
 
 
 def run_of(tmp_path: Path, **pipeline: Any) -> RunFile:
@@ -48,36 +39,19 @@ def run_of(tmp_path: Path, **pipeline: Any) -> RunFile:
     return msgspec.structs.replace(run, pipeline=msgspec.structs.replace(run.pipeline, **pipeline))
 
 
-def serving(roles: Roles, stage: int) -> list[str]:
-    found = [(name, role) for name, role in sorted(roles.live.items()) if isinstance(role, StageRole)]
-    return [name for name, role in found if stage in [post.stage for post in role.posts]]
-
-
-def events(roles: Roles, *names: str) -> list[dict[str, Any]]:
-    return [event for log in roles.logs.values() for event in log.recent(200) if event["name"] in names]
-
-
 @asynccontextmanager
 async def lopsided(roles: Roles, network: Program | None = None, seed: int = 1) -> AsyncIterator[World]:
     """Six peers in two stages and a trainer; all but one of a stage were killed after the first step."""
-    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
-        boot = await world.start("boot")
-        world.bootstrap.append(boot.full_addr)
-        for number in range(6):
-            await world.start(f"stage{number}", program=roles.program(StageRole, network))
-        await world.start("trainer", program=roles.program(TrainerRole, network))
-        assert await world.until(lambda: len(roles.steps()) == 6 and min(roles.steps()) >= 1, within_s=120), (
-            roles.story()
-        )
-        for name in serving(roles, weak(roles))[1:]:
+    async with pipeline_world(roles, 6, "trainer", seed=seed, network=network, step=1) as world:
+        for name in roles.serving(weak(roles))[1:]:
             await kill(world, name)
-        assert len(serving(roles, weak(roles))) == 1
+        assert len(roles.serving(weak(roles))) == 1
         yield world
 
 
 def weak(roles: Roles) -> int:
     """The stage with the fewest peers."""
-    return min((0, 1), key=lambda stage: len(serving(roles, stage)))
+    return min((0, 1), key=lambda stage: len(roles.serving(stage)))
 
 
 async def kill(world: World, name: str) -> None:
@@ -106,11 +80,11 @@ async def test_a_peer_goes_where_the_pipeline_is_weakest_and_the_run_stays_exact
     async with lopsided(roles) as world:
         target = weak(roles)
         await ends(world, roles, batches)
-        assert len(serving(roles, target)) == 2
-        (moved,) = events(roles, "stage.moved")
+        assert len(roles.serving(target)) == 2
+        (moved,) = roles.events("stage.moved")
         assert (moved["before"], moved["stage"]) == (1 - target, target)
         assert "microbatches a second" in str(moved["why"])
-        assert not events(roles, "stage.move_failed")
+        assert not roles.events("stage.move_failed")
 
 
 async def begun(world: World, roles: Roles, event: str = "stage.move_begun") -> str:
@@ -125,10 +99,6 @@ async def begun(world: World, roles: Roles, event: str = "stage.move_begun") -> 
     return found[0]
 
 
-def conducting(roles: Roles) -> str:
-    return next(name for name, role in roles.live.items() if isinstance(role, StageRole) and role.status()["conducts"])
-
-
 @pytest.mark.thorough
 async def test_a_peer_without_the_memory_for_both_leaves_before_it_enters(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches, monkeypatch: pytest.MonkeyPatch
@@ -140,12 +110,12 @@ async def test_a_peer_without_the_memory_for_both_leaves_before_it_enters(
         mover = await begun(world, roles)
         both: list[bool] = []
         assert await world.until(
-            lambda: both.append(len(roles.live[mover].posts) > 1) or bool(events(roles, "stage.moved")),
+            lambda: both.append(len(roles.live[mover].posts) > 1) or bool(roles.events("stage.moved")),
             within_s=60,
         )
         assert not any(both)
         await ends(world, roles, batches)
-        assert len(serving(roles, target)) == 2
+        assert len(roles.serving(target)) == 2
 
 
 @pytest.mark.thorough
@@ -168,9 +138,9 @@ async def test_a_kill_of_the_conductor_leaves_the_move_to_its_end(
 ) -> None:
     roles = paced(tmp_path, run_of(tmp_path))
     async with lopsided(roles, seed=3) as world:
-        assert serving(roles, weak(roles)) != [conducting(roles)], "another seed"
+        assert roles.serving(weak(roles)) != [roles.conductors()[0]], "another seed"
         mover = await begun(world, roles)
-        await kill(world, conducting(roles))
+        await kill(world, roles.conductors()[0])
         await ends(world, roles, batches)
         assert len(roles.live[mover].posts) == 1
 
@@ -183,12 +153,12 @@ async def test_a_peer_stays_whose_stage_has_lost_its_others_meanwhile(
     async with lopsided(roles) as world:
         source = 1 - weak(roles)
         mover = await begun(world, roles)
-        for name in serving(roles, source):
+        for name in roles.serving(source):
             if name != mover:
                 await kill(world, name)
         await ends(world, roles, batches)
-        assert serving(roles, source) == [mover]
-        (failed,) = events(roles, "stage.move_failed")
+        assert roles.serving(source) == [mover]
+        (failed,) = roles.events("stage.move_failed")
         assert str(failed["reason"]) == f"stage {source} has lost its other peers meanwhile"
 
 
@@ -197,7 +167,7 @@ async def test_fixed_places_are_kept(tmp_path: Path, autojump_clock: MockClock, 
     roles = paced(tmp_path, run_of(tmp_path, placement="fixed"))
     async with lopsided(roles) as world:
         await ends(world, roles, batches)
-        assert not events(roles, "stage.moved", "stage.move_begun")
+        assert not roles.events("stage.moved", "stage.move_begun")
 
 
 @pytest.mark.thorough
@@ -271,7 +241,8 @@ async def test_a_peer_takes_one_order_at_a_time_and_only_from_the_conductor_that
         with pytest.raises(Refused, match="on its way"):
             role.post.moves_to(target, "another conductor says so, too")
         (node,) = [node for node in world.living() if node.name == mover]
-        stranger = next(n for n in world.living() if n.name not in (mover, conducting(roles)) and n.name in roles.live)
+        known = {mover, *roles.conductors()}
+        stranger = next(n for n in world.living() if n.name not in known and n.name in roles.live)
         order = Relocate(role._services.fingerprint, 99, 1 - target, target, "I conduct")
         with pytest.raises(RemoteError, match="does not follow you"):
             await stranger.rpc.call(node.id, "stage/4/relocate", order, Empty, timeout_s=5.0)
@@ -287,7 +258,7 @@ async def test_the_conductor_and_a_peer_that_its_stage_cannot_spare_refuse_to_go
 ) -> None:
     roles = paced(tmp_path, run_of(tmp_path))
     async with lopsided(roles, seed=3):
-        alone, conductor = roles.live[serving(roles, weak(roles))[0]], roles.live[conducting(roles)]
+        alone, conductor = roles.live[roles.serving(weak(roles))[0]], roles.live[roles.conductors()[0]]
         assert conductor is not alone, "another seed"
         with pytest.raises(Refused, match="no other peer of stage"):
             alone.post.moves_to(1 - alone.stage, "go")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, 
 from tests.kit.together import Together, together
 from tests.kit.training import pinned
 from tests.kit.virtualroles import Roles
-from tests.kit.world import home_line
+from tests.kit.world import home_line, home_world
 
 ALL = (BackboneRole, StageRole, TrainerRole, AuxRole)
 # Every pair in a pipeline; the other order in which they begin, and whole replicas, take as long again.
@@ -55,6 +53,8 @@ FIRST = [
         *itertools.permutations((StageRole, TrainerRole)),
         *itertools.permutations((StageRole, TrainerRole, AuxRole)),
         (TrainerRole, AuxRole),
+        ALL,
+        (AuxRole, TrainerRole, BackboneRole, StageRole),
     )
     for stages in (2, 1)
 ]
@@ -62,21 +62,6 @@ FIRST = [
 
 def names_of(pair: tuple[type, ...]) -> str:
     return "-".join(role.name for role in pair)  # type: ignore[attr-defined]
-
-
-@pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
-    found = Batches()
-    found.watch(monkeypatch)
-    return found
-
-
-@asynccontextmanager
-async def world_of(roles: Roles) -> AsyncIterator[World]:
-    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
-        boot = await world.start("boot")
-        world.bootstrap.append(boot.full_addr)
-        yield world
 
 
 async def finished(world: World, roles: Roles, trainer: Any) -> None:
@@ -142,7 +127,7 @@ async def test_any_roles_train_in_one_process(
 ) -> None:
     run = run_file("sgd", "float64", write_texts(tmp_path), stages)
     roles = Roles(run, tmp_path)
-    async with world_of(roles) as world:
+    async with home_world() as world:
         await world.start("both", program=roles.program(together(*several)))
         await train_together(run, roles, world, several)
         check(run, roles, batches)
@@ -171,7 +156,7 @@ async def test_roles_train_in_the_first_process_of_a_run(
 async def test_one_process_serves_two_stages(tmp_path: Path, autojump_clock: MockClock, batches: Batches) -> None:
     run = run_file("adamw", "float64", write_texts(tmp_path), stages=2)
     roles = Roles(run, tmp_path)
-    async with world_of(roles) as world:
+    async with home_world() as world:
         both = msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, stage=[0, 1]))
         await world.start("both", program=roles.program(StageRole, run=both))
         await world.start("stage1", program=roles.program(StageRole, run=pinned(run, 1)))
@@ -187,7 +172,7 @@ async def test_a_post_is_left_and_entered_again_while_training_goes_on(
 ) -> None:
     run = run_file("adamw", "float64", write_texts(tmp_path), stages=2)
     roles = Roles(run, tmp_path)
-    async with world_of(roles) as world:
+    async with home_world() as world:
         for stage in (0, 1, 1):
             name = f"stage{len(roles.live)}"
             await world.start(name, program=roles.program(StageRole, run=pinned(run, stage)))
@@ -211,7 +196,7 @@ async def test_a_helper_gives_way_to_a_post_of_its_stage(
 ) -> None:
     run = run_file("sgd", "float64", write_texts(tmp_path), stages=2)
     roles = Roles(run, tmp_path)
-    async with world_of(roles) as world:
+    async with home_world() as world:
         await world.start("stage1", program=roles.program(StageRole, run=pinned(run, 1)))
         both = await world.start("both", program=roles.program(together(AuxRole, StageRole), run=pinned(run, 0)))
         await world.start("trainer", program=roles.program(TrainerRole))

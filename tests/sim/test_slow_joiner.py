@@ -4,39 +4,24 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 
-from peerd.core.run.runfile import (
-    ModelSection,
-    RunFile,
-)
+from peerd.core.run.runfile import ModelSection
 from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
 from peerd.sim.simnet import SimLine
-from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
-from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
-from tests.kit.world import home_line
-
-T = TypeVar("T")
+from tests.kit.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 SLOW = SimLine(latency_s=0.03, up_mbit_s=1, down_mbit_s=1)  # a gradient takes 3 s, a state 8, a step of the others 4
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunFile:
-    return virtual_run(tmp_path, (20000,), run="slow", model=ModelSection(d_model=48, heads=2, layers=2, context=8))
-
-
 async def join(seed: int, roles: Roles) -> list[dict[str, Any]]:
     """The log of a newcomer until it has the others' state."""
-    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
-        await start_replicas(world, roles, 3)
-        assert await world.until(lambda: roles.replica_step() >= 6, within_s=120), roles.story()
+    async with replica_world(roles, 3, seed=seed, step=6) as world:
         began = roles.replica_step()
         await world.start("slow", line=SLOW, program=roles.program(TrainerRole))
 
@@ -53,10 +38,9 @@ async def join(seed: int, roles: Roles) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, thorough(2)])
-def test_whose_line_carries_a_gradient_a_step_arrives_though_a_state_takes_longer(
-    tmp_path: Path, run: RunFile, seed: int
-) -> None:
+def test_whose_line_carries_a_gradient_a_step_arrives_though_a_state_takes_longer(tmp_path: Path, seed: int) -> None:
     torch.set_num_threads(1)
+    run = virtual_run(tmp_path, (20000,), run="slow", model=ModelSection(d_model=48, heads=2, layers=2, context=8))
     log = run_virtual(join, seed, Roles(run, tmp_path / "peers", partial(PacedDevice, 0.5)), seed=seed)
     assert [event["name"] for event in log].count("stage.downloaded") == 1, log
     assert [event for event in log if event["name"] == "stage.caught_up"], log

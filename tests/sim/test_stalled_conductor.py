@@ -12,12 +12,9 @@ import trio
 from peerd.core.run.runfile import AveragingSection, OptimizerSection
 from peerd.sim.clock import run_virtual
 from peerd.sim.faults import inject, stall
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
 from tests.kit.amount import some
-from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
-from tests.kit.world import home_line
+from tests.kit.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 STALLS, STALL_S = 4, 14.0  # a report is given up after ten seconds, and another way is tried for three
 PATIENCE_S = 45.0  # for two steps; a microbatch that nobody finishes would hold them up for 120
@@ -25,8 +22,7 @@ PATIENCE_S = 45.0  # for two steps; a microbatch that nobody finishes would hold
 
 async def stall_again_and_again(roles: Roles, seed: int) -> None:
     rng = random.Random(seed)
-    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
-        await start_replicas(world, roles, 2)
+    async with replica_world(roles, 2, seed=seed, step=0) as world:
 
         async def goes_on() -> None:
             wanted = roles.replica_step() + 2
@@ -35,8 +31,7 @@ async def stall_again_and_again(roles: Roles, seed: int) -> None:
         for _ in range(STALLS):
             await goes_on()
             await trio.sleep(rng.random() * 3)
-            conductors = [name for name, role in sorted(roles.live.items()) if role.replica._services.conducting.acting]
-            await inject(world, [stall(name, 0.0, STALL_S) for name in conductors[:1]])
+            await inject(world, [stall(name, 0.0, STALL_S) for name in roles.conductors()[:1]])
         await goes_on()
 
 
@@ -56,10 +51,8 @@ def test_a_delayed_run_goes_on_after_its_conductor_stood_still(tmp_path: Path, s
 
 async def come_after_a_stall(roles: Roles, counts: list[int]) -> None:
     """Counts of reigns: once the duty has gone on and the first conductor is back, and after a newcomer's steps."""
-    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
-        await start_replicas(world, roles, 2)
-        assert await world.until(lambda: roles.replica_step() >= 2, within_s=PATIENCE_S), roles.story()
-        (first,) = [name for name, role in roles.live.items() if role.replica._services.conducting.acting]
+    async with replica_world(roles, 2, step=2) as world:
+        (first,) = roles.conductors()
         await inject(world, [stall(first, 0.0, 2 * STALL_S)])
         before = roles.replica_step()
         assert await world.until(lambda: roles.replica_step() >= before + 2, within_s=PATIENCE_S), roles.story()

@@ -10,30 +10,20 @@ import pytest
 import torch
 
 from peerd.core.limits import SAVED_TOLD
-from peerd.core.run.runfile import BatchSection, CheckpointSection, ModelSection, OptimizerSection, PipelineSection
+from peerd.core.run.runfile import BatchSection, CheckpointSection, OptimizerSection
 from peerd.machine.batch import trainer_ledger
 from peerd.machine.conductor.member_list import MemberList
 from peerd.service.conductor import tenure
 from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole
-from roles.trainer import TrainerRole
-from tests.kit.virtualroles import Roles, virtual_run
-from tests.kit.world import home_line
-from tests.sim.test_training_swarm import is_conductor
+from tests.kit.virtualroles import Roles, pipeline_world, virtual_run
 
 STEPS = 110
 
 
 async def keep_many(seed: int, roles: Roles) -> tuple[list[int], list[int]]:
     """A run of one stage on two peers; returns how many positions each had saved, and told of, at its end."""
-    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
-        boot = await world.start("boot")
-        world.bootstrap.append(boot.full_addr)
-        for number in range(2):
-            await world.start(f"stage{number}", program=roles.program(StageRole))
-        await world.start("trainer", program=roles.program(TrainerRole))
+    async with pipeline_world(roles, 2, "trainer", seed=seed) as world:
         done = await world.until(lambda: min(roles.steps(), default=0) >= STEPS, within_s=1200, step_s=0.5)
         assert done, f"stalled at {roles.steps()}\n{roles.story()}"
         members: list[Any] = roles.of(StageRole)
@@ -58,18 +48,13 @@ def test_a_run_that_keeps_100_checkpoints_makes_110_steps(tmp_path: Path) -> Non
 
 async def go_on(seed: int, roles: Roles, steps: int) -> None:
     """Two stages of two peers each; the conductor is lost on the way, so all is told again."""
-    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
-        boot = await world.start("boot")
-        world.bootstrap.append(boot.full_addr)
-        for number in range(4):
-            await world.start(f"stage{number}", program=roles.program(StageRole))
-        trainer = await world.start("trainer", program=roles.program(TrainerRole))
-        assert await world.until(lambda: max(roles.steps(), default=0) >= 3, within_s=60), roles.story()
-        await world.kill(next(n for n in world.living() if is_conductor(roles.live.get(n.name))))
+    async with pipeline_world(roles, 4, "trainer", seed=seed) as world:
+        (conductor,) = roles.conductors()
+        await world.kill(world.nodes[conductor])
         done = await world.until(lambda: min(roles.steps(), default=0) >= steps, within_s=300, step_s=0.5)
         assert done, f"stalled at {roles.steps()}\n{roles.story()}"
         assert len(roles.of(StageRole)[0].members) == 3
-        assert roles.live[trainer.name].status()["microbatches"]["lost"] == 0
+        assert roles.live["trainer"].status()["microbatches"]["lost"] == 0
 
 
 @pytest.mark.slow
@@ -82,8 +67,7 @@ def test_a_swarm_goes_on_when_every_answer_and_report_holds_one_entry(
     run = virtual_run(
         tmp_path,
         (4000,) * 4,
-        model=ModelSection(d_model=8, heads=1, layers=2, context=8),
-        pipeline=PipelineSection(stages=2, microbatch=1),
+        stages=2,
         optimizer=OptimizerSection(name="sgd", lr=1e-2, total_steps=12),
         batch=BatchSection(target_samples=8),
     )

@@ -12,24 +12,15 @@ import pytest
 import torch
 import trio
 
-from peerd.core.run.runfile import (
-    BatchSection,
-    CheckpointSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-)
+from peerd.core.run.runfile import BatchSection, CheckpointSection, OptimizerSection, RunFile
 from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
+from peerd.sim.world import World
 from roles.stage import StageRole
-from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
-from tests.kit.virtualroles import Roles, virtual_run
-from tests.kit.world import home_line
+from tests.kit.virtualroles import Roles, pipeline_world, virtual_run
 
 STEPS = 30
+TRAINERS = ("trainer0", "trainer1")
 
 
 @pytest.fixture
@@ -37,8 +28,7 @@ def run(tmp_path: Path) -> RunFile:
     return virtual_run(
         tmp_path,
         (4000,) * 10,
-        model=ModelSection(d_model=8, heads=1, layers=2, context=8),
-        pipeline=PipelineSection(stages=2, microbatch=1),
+        stages=2,
         optimizer=OptimizerSection(name="adamw", lr=1e-3, total_steps=STEPS),
         batch=BatchSection(target_samples=8),
         checkpoint=CheckpointSection(every_steps=10, keep=2),
@@ -50,13 +40,7 @@ Trouble = Callable[[World, Roles, random.Random], Any]
 
 async def train(seed: int, roles: Roles, trouble: Trouble) -> str:
     """Six stage peers and two trainers finish the run while `trouble` goes on; returns the trace's hash."""
-    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world:
-        boot = await world.start("boot")
-        world.bootstrap.append(boot.full_addr)
-        for i in range(6):
-            await world.start(f"stage{i}", program=roles.program(StageRole))
-        trainers = [await world.start(f"trainer{i}", program=roles.program(TrainerRole)) for i in range(2)]
-        assert await world.until(lambda: max(roles.steps(), default=0) >= 3, within_s=60), roles.story()
+    async with pipeline_world(roles, 6, *TRAINERS, seed=seed) as world:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(trouble, world, roles, world.rng("trouble"))
             done = await world.until(lambda: max(roles.steps(), default=0) >= STEPS, within_s=900, step_s=0.5)
@@ -69,9 +53,8 @@ async def train(seed: int, roles: Roles, trouble: Trouble) -> str:
             assert peers
             assert len({role.position for role in peers}) == 1
             assert len({role.post.served.module.digest() for role in peers}) == 1
-        for trainer in trainers:
-            counts = roles.live[trainer.name].status()["microbatches"]
-            assert counts["lost"] == 0, roles.story()
+        for trainer in TRAINERS:
+            assert roles.live[trainer].status()["microbatches"]["lost"] == 0, roles.story()
         return world.trace.hash()
 
 
@@ -91,8 +74,7 @@ async def stalling(world: World, roles: Roles, rng: random.Random) -> None:
     """The conductor falls off the net for longer than anyone's patience, and comes back."""
     for _ in range(2):
         await trio.sleep(rng.uniform(2, 4))
-        conductor = next(n for n in world.living() if n.name in roles.live and is_conductor(roles.live[n.name]))
-        world.partition([conductor])
+        world.partition([world.nodes[roles.conductors()[0]]])
         await trio.sleep(45)
         world.net.heal()
         await trio.sleep(20)
@@ -104,10 +86,6 @@ def spare(roles: Roles, role: Any) -> bool:
         return False
     mates = [r.position.step for r in roles.of(StageRole) if r.stage == role.stage and r is not role]
     return mates.count(max(roles.steps())) >= 2
-
-
-def is_conductor(role: Any) -> bool:
-    return isinstance(role, StageRole) and role._services.conducting.acting
 
 
 @pytest.mark.slow

@@ -15,17 +15,12 @@ from peerd.core.run.runfile import OptimizerSection
 from peerd.log import EventLog
 from peerd.service.run_services import RunServices
 from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
-from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
-from tests.kit.world import home_line
+from tests.kit.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 
 async def look(seed: int, roles: Roles) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """The network on the board of a member and on that of a watcher after a minute, and the members."""
-    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world, trio.open_nursery() as nursery:
-        await start_replicas(world, roles, 3)
-        assert await world.until(lambda: roles.replica_step() >= 1, within_s=300), roles.story()
+    async with replica_world(roles, 3, seed=seed, step=1) as world, trio.open_nursery() as nursery:
         members = [world.nodes[name].id.text for name in roles.live]
         for role in roles.live.values():
             nursery.start_soon(role._services.link_watch.run)

@@ -14,10 +14,7 @@ from peerd.commands.status.status_board import SWARM_RARELY_S, RoleState, Status
 from peerd.core.run.runfile import OptimizerSection
 from peerd.log import EventLog
 from peerd.sim.clock import run_virtual
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
-from tests.kit.virtualroles import PacedDevice, Roles, start_replicas, virtual_run
-from tests.kit.world import home_line
+from tests.kit.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 
 def rows_of(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -28,10 +25,8 @@ async def watch_a_death(seed: int, roles: Roles) -> tuple[dict[str, Any], dict[s
     """The swarm as the conductor's board has it before and after a replica is killed; the seconds until it is marked,
     from when the conductor lists it no more.
     """
-    async with World(seed, swarm(), WorldConfig(line=home_line)).running() as world, trio.open_nursery() as nursery:
-        await start_replicas(world, roles, 3)
-        assert await world.until(lambda: roles.replica_step() >= 1, within_s=300), roles.story()
-        name = next(n for n, role in roles.live.items() if role.replica._services.conducting.acting)
+    async with replica_world(roles, 3, seed=seed, step=1) as world, trio.open_nursery() as nursery:
+        (name,) = roles.conductors()
         victim = next(n for n in roles.live if n != name)
         node, role, lost = world.nodes[name], roles.live[name], world.nodes[victim].id.text
         net = node.host, node.rpc, node.dht
