@@ -332,12 +332,21 @@ def test_a_successor_that_never_answers_or_reads_slowly_costs_one_call_and_is_na
 
 
 # --- floods -----------------------------------------------------------------------------------------------------------
-def test_a_predecessor_that_floods_fills_the_room_and_no_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_a_predecessor_that_floods_fills_the_room_and_no_more(tmp_path: Path, together: bool) -> None:
     async def main(s: HandScene) -> None:
         await s.join("trainer")
         handover = s.peers["a1"].role.post.handover
         handover.room_bytes = 10 * 2 * len(hidden(1).payload)
         told: dict[int, str] = {}
+        held: list[int] = []  # bytes, whenever a microbatch is taken, and after all that come one by one
+        do = handover._do
+
+        async def noting(*args: Any) -> Any:
+            held.append(handover.bytes)
+            return await do(*args)
+
+        handover._do = noting
 
         async def flood(seq: int) -> None:
             shown = s.ticket("trainer", seq, *ROUTE)
@@ -347,9 +356,14 @@ def test_a_predecessor_that_floods_fills_the_room_and_no_more(tmp_path: Path) ->
             except Overloaded as error:
                 told[seq] = str(error)
 
-        for seq in range(60):
-            await flood(seq)
-            assert handover.bytes <= handover.room_bytes + 3 * len(hidden(1).payload)
+        async with trio.open_nursery() as nursery:
+            for seq in range(60):
+                if together:
+                    nursery.start_soon(flood, seq)
+                else:
+                    await flood(seq)
+                    held.append(handover.bytes)
+        assert max(held) <= handover.room_bytes + 3 * len(hidden(1).payload)
         assert {why for why in told.values() if why and "no room" not in why} == set()
         taken = sorted(seq for seq, why in told.items() if not why)
         assert 3 <= len(taken) <= 12

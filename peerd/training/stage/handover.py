@@ -212,6 +212,8 @@ class HandOver:
             return self._answer(call, Passed(), made.frames)
         if stage < ticket.low:
             return await self._give_input(call, mb)
+        if (full := self._full(body)) is not None:  # other microbatches were taken while these frames arrived
+            raise full
         async with self._attempt(call, mb) as mine:
             return await self._do(call, mb, mine)
 
