@@ -112,15 +112,15 @@ class Loopback:
 class Simulated:
     """A simulated network, virtual time, devices that compute on the loop."""
 
-    def __init__(self, net: SimNet, line: SimLine) -> None:
-        self._net, self._line, self._buffers = net, line, Buffers()
+    def __init__(self, net: SimNet) -> None:
+        self._net, self._buffers = net, Buffers()
         self._starts = Counter[str]()
 
     def stack(self, name: str) -> PeerStack:
         if name in self._net.nodes:
             self._net.revive(name)
         else:
-            self._net.add_node(name, self._line)
+            self._net.add_node(name, LINE)
         self._starts[name] += 1
         clock = SimClock(1, f"{name}/{self._starts[name]}")
         transport = MemoryTransport(self._net, self._net.nodes[name])
@@ -216,19 +216,19 @@ class Swarm:
 
 
 @asynccontextmanager
-async def _network(line: SimLine) -> AsyncIterator[Network]:
+async def _network() -> AsyncIterator[Network]:
     if not isinstance(trio.lowlevel.current_clock(), MockClock):
         yield Loopback()
         return
     with mock.patch("trio.to_thread.run_sync", in_no_thread):
         async with running_net() as net:
-            yield Simulated(net, line)
+            yield Simulated(net)
 
 
 @asynccontextmanager
-async def swarm(directory: Path, line: SimLine = LINE) -> AsyncIterator[Swarm]:
-    """A swarm whose peers end with the block. `line`: of each peer, where the network is simulated."""
-    async with _network(line) as network, trio.open_nursery() as nursery:
+async def swarm(directory: Path) -> AsyncIterator[Swarm]:
+    """A swarm whose peers end with the block: simulated under a virtual clock, else over TCP."""
+    async with _network() as network, trio.open_nursery() as nursery:
         all_peers = Swarm(directory, network, nursery)
         yield all_peers
         for peer in all_peers.started:

@@ -29,7 +29,6 @@ from peerd.service.pipeline.hedging import Hedged
 from peerd.service.pipeline.next_stage import NextStage
 from peerd.service.pipeline.stage_peers import StagePeers
 from peerd.service.rpc.rpc import Incoming
-from peerd.sim.simnet import SimLine
 from peerd.training.stage.handover import HandOver
 from roles.trainer import TrainerRole
 from tests.kit.amount import few
@@ -38,7 +37,6 @@ from tests.kit.training import Peer, all_finished, events, stage_peers, swarm
 
 pytestmark = pytest.mark.slow
 STAGES = 3
-LINE = SimLine(latency_s=0.001, up_mbit_s=100, down_mbit_s=100)  # calls sent together arrive one after another
 OVERTAKEN = Counter[int]()  # calls that a mate answered first, by stage
 HELD_BACK_S = 0.1  # at most, for the mate's answer
 FIRST_DEATH = 4  # the step in which somebody dies, or a later one
@@ -168,7 +166,7 @@ def nobody(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None: ...
 
 async def train(directory: Path, run: RunFile, deaths: Deaths, monkeypatch: pytest.MonkeyPatch) -> list[Peer]:
     """Ten steps; returns the stage peers that live."""
-    async with swarm(directory, LINE) as s:
+    async with swarm(directory) as s:
         stages = await stage_peers(s, run, 2 * STAGES)
         with trio.fail_after(30):
             for peer in stages:
