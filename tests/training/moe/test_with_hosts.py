@@ -9,13 +9,11 @@ import pytest
 from trio.testing import MockClock
 
 from peerd.core.run.runfile import BatchSection, ExpertsSection, LimitsSection, ModelSection, OptimizerSection
-from peerd.sim.programs import swarm
-from peerd.sim.world import World, WorldConfig
 from roles.expert import ExpertRole
 from roles.trainer import TrainerRole
 from tests.kit.expert_host import PlainHost
 from tests.kit.virtualroles import Roles, virtual_run
-from tests.kit.world import home_line
+from tests.kit.world import home_world
 
 pytestmark = pytest.mark.slow
 
@@ -38,19 +36,17 @@ async def test_a_trainer_goes_on_when_the_host_of_all_experts_is_gone_and_anothe
         experts=EXPERTS,
     )
     roles = Roles(run, tmp_path)
-    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
-        boot = await world.start("boot")
-        world.bootstrap.append(boot.full_addr)
+    async with home_world() as world:
         first = await world.start("host", program=roles.program(PlainHost))
         await world.start("trainer", program=roles.program(TrainerRole))
-        assert await world.until(lambda: told(roles)["step"] >= 3, within_s=120), roles.story()
+        assert await world.until(lambda: told(roles)["step"] >= 2, within_s=120), roles.story()
         hosted = roles.live["host"].experts
         assert sum(expert.version for expert in hosted.values()) >= told(roles)["experts"]["calls"]["backwards"] > 0
         await world.kill(first)
         before = told(roles)["step"]
         assert await world.until(lambda: "begins again" in str(told(roles)["waits_for"]), within_s=60), roles.story()
         await world.start("other", program=roles.program(PlainHost))
-        assert await world.until(lambda: told(roles)["step"] >= before + 5, within_s=240), roles.story()
+        assert await world.until(lambda: told(roles)["step"] >= before + 3, within_s=240), roles.story()
         calls = told(roles)["experts"]["calls"]
         assert sum(calls["failed"].values()) > 0
         assert told(roles)["experts"]["began_again"]["too_few_experts"] > 0
@@ -64,14 +60,12 @@ async def test_trainers_and_the_real_role_of_hosts_train_together(tmp_path: Path
         (4000,),
         model=ModelSection(d_model=8, heads=1, layers=2, context=8),
         optimizer=OptimizerSection(name="adamw", lr=1e-2),
-        batch=BatchSection(target_samples=16),
+        batch=BatchSection(target_samples=8),
         experts=EXPERTS,
         limits=LimitsSection(experts=4),
     )
     roles = Roles(run, tmp_path)
-    async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:
-        boot = await world.start("boot")
-        world.bootstrap.append(boot.full_addr)
+    async with home_world() as world:
         for number in range(2):
             await world.start(f"host{number}", program=roles.program(ExpertRole))
         hosts = roles.of(ExpertRole)
@@ -79,7 +73,7 @@ async def test_trainers_and_the_real_role_of_hosts_train_together(tmp_path: Path
         assert await world.until(everything, within_s=60), roles.story()
         for name in ("trainer", "second"):
             await world.start(name, program=roles.program(TrainerRole))
-        assert await world.until(lambda: told(roles)["step"] >= 4, within_s=240), roles.story()
+        assert await world.until(lambda: told(roles)["step"] >= 2, within_s=240), roles.story()
         stats = [host.host.server.stats for host in hosts]  # what came together is one update
         assert sum(one.backwards for one in stats) >= told(roles)["experts"]["updates"] > 0
         hosted = [one.model.version for host in hosts for one in host.host.experts.values()]
