@@ -212,11 +212,11 @@ def test_of_many_peers_a_sample_is_compared_and_what_is_known_stays_bounded() ->
         return False
 
     one, stages = flow(), [[f"p{stage}-{number}" for number in range(125)] for stage in range(8)]
-    for step in range(300):
+    for step in range(100):
         sent = one.sent(one.choose(float(step), stages, counting))
         one.answered(float(step), sent, [Hop(name, RECEIPT, 0.1, 0.0, 0.0) for name in sent.route], 1.0)
         one.ended(sent)
-    assert asked <= 300 * 8 * 16 * 16
+    assert asked <= 100 * 8 * 16 * 16
     few = {name for names in stages for name in names[:2]}
     one.update(dict.fromkeys(few, 0.0))
     assert one._costs.remembered <= 16 + 16 * 17
