@@ -228,11 +228,12 @@ def test_a_placement_with_a_mistake_is_refused(
 
 
 @pytest.mark.slow
-def test_it_places_where_torch_cannot_be_imported(links: Path) -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        f"from peerd.cli import invoke; sys.exit(invoke(['plan', {str(links)!r}, '--seconds', '0.2', '--json']))"
-    )
+@pytest.mark.parametrize("what", ["links", "model"])
+def test_it_works_where_torch_cannot_be_imported(links: Path, tmp_path: Path, what: str) -> None:
+    (tmp_path / "run.yaml").write_text("run: r\n")
+    options = [str(links), "--seconds", "0.2"] if what == "links" else ["--model", str(tmp_path / "run.yaml")]
+    argv = ["plan", *options, "--json"]
+    code = f"import sys; sys.modules['torch'] = None\nfrom peerd.cli import invoke; sys.exit(invoke({argv!r}))"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["stages"]
