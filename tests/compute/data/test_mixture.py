@@ -74,13 +74,6 @@ def test_a_mixture_goes_on_from_its_counts(weights: list[float], seed: int, take
     assert [straight.draw() for _ in range(50)] == [later.draw() for _ in range(50)]
 
 
-def test_proportions_hold_over_a_long_run_and_peers_draw_in_different_orders() -> None:
-    mixtures = [Mixture([0.23, 0.77], random.Random(seed)) for seed in range(8)]
-    orders = [tuple(mixture.draw() for _ in range(10_000)) for mixture in mixtures]
-    assert all(abs(order.count(0) - 2300) <= 1 for order in orders)
-    assert len(set(orders)) > 4
-
-
 def test_a_stream_has_its_sources_in_proportion_and_a_small_one_again_and_again(folders: dict[Path, float]) -> None:
     source = stream(mixed(folders))
     counts = sources_of_samples(source.take(1000))
@@ -106,20 +99,6 @@ def test_peers_see_a_mixture_in_different_orders_and_each_the_same_again(folders
     assert not torch.equal(mine, other)
 
 
-@pytest.mark.parametrize("taken", [0, 1, 63, 64, 500])
-def test_a_resumed_mixture_goes_on_with_the_same_samples(folders: dict[Path, float], taken: int) -> None:
-    data = mixed(folders)
-    source = stream(data)
-    source.take(taken)
-    position = json.loads(json.dumps(source.position()))
-    expected = source.take(200)
-    later = stream(data)
-    later.take(7)
-    later.resume(position)
-    assert later.position() == position
-    assert torch.equal(later.take(200), expected)
-
-
 @settings(max_examples=examples(25))
 @given(
     weights=st.lists(st.floats(0.01, 10), min_size=2, max_size=4),
@@ -139,7 +118,10 @@ def test_any_mixture_resumes_anywhere(
     data = mixed(sources, shuffle_buffer=buffer)
     source, later = stream(data), stream(data)
     source.take(taken)
-    later.resume(source.position())
+    position = json.loads(json.dumps(source.position()))
+    later.take(7)
+    later.resume(position)
+    assert later.position() == position
     assert torch.equal(later.take(60), source.take(60))
 
 

@@ -181,13 +181,6 @@ def test_the_common_cache_lies_where_the_platform_keeps_such_things(monkeypatch:
 # --- servers that fail -------------------------------------------------------------------------------------------
 
 
-def test_a_cut_line_is_gone_on_with_where_it_broke(web: WebServer, cache: Cache, waits: Waits) -> None:
-    web.faults[FIRST].extend(["cut 200", "cut 100"])
-    assert read_first(web, cache) == b"A" * 500
-    assert web.asked[1:] == [(FIRST, ""), (FIRST, "bytes=200-"), (FIRST, "bytes=300-")]
-    assert waits.seconds == [1, 2]
-
-
 def test_a_server_without_ranges_sends_everything_again(web: WebServer, cache: Cache) -> None:
     web.faults[FIRST].extend(["cut 200", "all"])
     assert read_first(web, cache) == b"A" * 500
