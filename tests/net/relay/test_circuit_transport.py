@@ -18,7 +18,7 @@ from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Promise,
 from peerd.core.protobuf.voucher import Voucher
 from peerd.machine.connectivity.path_selection import Way
 from peerd.machine.connectivity.relay import RelayConfig
-from peerd.net.host.host import HostConfig
+from peerd.net.host.host import Host, HostConfig
 from peerd.net.host.link_table import LinkLimits, PeerDown
 from peerd.net.link.delimited import receive_message, send_message
 from peerd.net.link.stream import Stream
@@ -197,6 +197,23 @@ async def test_a_relay_reached_over_a_relay_gives_nothing(autojump_clock: trio.t
             await a.host.connect(keypair("c").peer_id, [circuit_addr(None, b.host.id)])
 
 
+async def answering(hosts: Hosts, answer: HopMessage | None) -> tuple[Host, Client]:
+    """A relay that gives this answer, or none, to whatever it is asked, and a client of it."""
+    relay = await hosts.start("r")
+
+    async def hop(stream: Stream) -> None:
+        await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES)
+        if answer is None:
+            await trio.sleep_forever()
+        else:
+            await send_message(stream, answer.encode())
+
+    relay.handle(HOP, hop)
+    a = await start_client(hosts, "a")
+    await a.host.connect(relay.id, relay.listen_addrs())
+    return relay, a
+
+
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
@@ -227,15 +244,7 @@ async def test_what_a_relay_may_answer_wrongly(
     answer: HopMessage, error: type[Exception], words: str, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with running_hosts() as hosts:
-        relay = await hosts.start("r")
-
-        async def hop(stream: Stream) -> None:
-            await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES)
-            await send_message(stream, answer.encode())
-
-        relay.handle(HOP, hop)
-        a = await start_client(hosts, "a")
-        await a.host.connect(relay.id, relay.listen_addrs())
+        relay, a = await answering(hosts, answer)
         with pytest.raises(error, match=words):
             await a.circuits.reserve(relay.id)
         assert a.circuits.reservations == {}
@@ -245,20 +254,12 @@ async def test_the_way_that_led_to_the_relay_is_announced_whatever_it_says_of_it
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     async with running_hosts() as hosts:
-        relay = await hosts.start("r")
         other = keypair("x").peer_id
         claims = ["/ip4/198.51.100.9/tcp/1", "/ip4/0.0.0.0/tcp/1", f"/ip4/198.51.100.9/tcp/2/p2p/{other}"]
-        nested = with_peer(circuit_addr(None, other), relay.id)
+        nested = with_peer(circuit_addr(None, other), keypair("r").peer_id)
         addrs = (*(parse_addr(claim).to_bytes() for claim in claims), nested.to_bytes(), b"nonsense")
-
-        async def hop(stream: Stream) -> None:
-            await receive_message(stream, limits.CIRCUIT_MESSAGE_BYTES)
-            promise = Promise(int(EPOCH_S) + 1000, addrs)
-            await send_message(stream, HopMessage(kind=HopKind.STATUS, status=Status.OK, promise=promise).encode())
-
-        relay.handle(HOP, hop)
-        a = await start_client(hosts, "a")
-        await a.host.connect(relay.id, relay.listen_addrs())
+        promise = Promise(int(EPOCH_S) + 1000, addrs)
+        relay, a = await answering(hosts, HopMessage(kind=HopKind.STATUS, status=Status.OK, promise=promise))
         held = await a.circuits.reserve(relay.id)
         ways = [*relay.listen_addrs(), parse_addr(claims[0])]  # what led us there comes first, whatever it claims
         assert held.addrs == tuple(circuit_addr(way, relay.id) for way in ways)
@@ -267,14 +268,7 @@ async def test_the_way_that_led_to_the_relay_is_announced_whatever_it_says_of_it
 
 async def test_a_silent_relay_costs_a_bounded_wait(autojump_clock: trio.testing.MockClock) -> None:
     async with running_hosts() as hosts:
-        relay = await hosts.start("r")
-
-        async def hop(stream: Stream) -> None:
-            await trio.sleep_forever()
-
-        relay.handle(HOP, hop)
-        a = await start_client(hosts, "a")
-        await a.host.connect(relay.id, relay.listen_addrs())
+        relay, a = await answering(hosts, None)
         with pytest.raises(Unreachable, match="no answer"):
             await a.circuits.reserve(relay.id)
         assert trio.current_time() < limits.CIRCUIT_ANSWER_S + 1

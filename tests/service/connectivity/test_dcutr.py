@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
@@ -87,43 +88,39 @@ async def test_a_pair_that_cannot_be_punched_rests_and_tries_again_when_an_addre
         assert await ask(a.host, b.host, b"still relayed") == b"still relayed"
 
 
-async def test_junk_addresses_are_not_dialed_and_the_reason_is_told(autojump_clock: Clock) -> None:
+async def lie(stream: Stream) -> None:
+    for _ in range(limits.PUNCH_ATTEMPTS):
+        await receive_message(stream, limits.PUNCH_MESSAGE_BYTES)
+        await say(stream, PunchKind.CONNECT, JUNK)
+        await receive_message(stream, limits.PUNCH_MESSAGE_BYTES)
+
+
+async def be_silent(stream: Stream) -> None:
+    await stream.wait_gone()
+
+
+@pytest.mark.parametrize(
+    ("answer", "within_s", "reason"),
+    [
+        pytest.param(lie, 25, "no address that can be dialed", id="junk addresses"),
+        pytest.param(be_silent, 15, "no answer within", id="no answer"),
+    ],
+)
+async def test_a_hostile_answer_leads_to_no_dial_and_the_reason_is_told(
+    autojump_clock: Clock, answer: Callable[[Stream], Awaitable[None]], within_s: float, reason: str
+) -> None:
     async with neighbourhood() as around:
         a = await around.start("a", "symmetric")
         b = await around.start("b", "port-restricted")
-
-        async def lie(stream: Stream) -> None:
-            for _ in range(limits.PUNCH_ATTEMPTS):
-                await receive_message(stream, limits.PUNCH_MESSAGE_BYTES)
-                await say(stream, PunchKind.CONNECT, JUNK)
-                await receive_message(stream, limits.PUNCH_MESSAGE_BYTES)
-
-        a.host.handle(DCUTR, lie)
+        a.host.handle(DCUTR, answer)
         for peer in (a, b):
             await around.settle(peer)
         dialed = dials(b)
         await around.meet(a, b)
-        await trio.sleep(25)
+        await trio.sleep(within_s)
         assert dialed == []
         (why,) = b.punching.status().values()
-        assert "no address that can be dialed" in why
-
-
-async def test_a_peer_that_never_answers_costs_one_wait(autojump_clock: Clock) -> None:
-    async with neighbourhood() as around:
-        a = await around.start("a", "symmetric")
-        b = await around.start("b", "port-restricted")
-
-        async def silent(stream: Stream) -> None:
-            await stream.wait_gone()
-
-        a.host.handle(DCUTR, silent)
-        for peer in (a, b):
-            await around.settle(peer)
-        await around.meet(a, b)
-        await trio.sleep(15)
-        (why,) = b.punching.status().values()
-        assert "no answer within" in why
+        assert reason in why
 
 
 async def test_who_proposes_over_a_direct_link_or_out_of_turn_is_sent_away(

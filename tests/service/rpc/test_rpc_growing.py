@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import pytest
 import trio
 import trio.testing
@@ -13,7 +16,7 @@ from peerd.machine.rpc import codec as wire
 from peerd.service.rpc.loopback import LocalStream, local_pair
 from peerd.service.rpc.outbox import Growing, Outbox
 from peerd.service.rpc.rpc import Answer, Encoded, Incoming, Rpc
-from tests.kit.fakehost import TrioClock
+from tests.kit.fakehost import FakeHost, TrioClock
 from tests.kit.rpc_cases import FRAMES, Held, Pair, Text, echo
 from tests.kit.rpc_fake import fake_pair
 from tests.kit.rpc_growing_cases import UNFINISHED, Making, settled
@@ -22,15 +25,23 @@ Clock = trio.testing.MockClock
 ONE, OTHER = (PeerId.from_public_key(bytes([number]) * 32) for number in (1, 2))
 
 
-def give_a_growing_answer(pair: Pair, making: Making) -> None:
-    async def give(call: Incoming[Text]) -> Answer[Text]:
-        return Answer(call.body, (making.frame,))
-
-    pair.b.serve("t/1/give", Text, give, limits=FRAMES)
-
-
 def request(name: bytes, call_id: int = 1, timeout_s: float = 600.0) -> bytes:
     return wire.encode_call(wire.REQUEST, call_id, name, timeout_s, encode(Text("x")))
+
+
+@asynccontextmanager
+async def growing_answer(timeout_s: float = 600.0) -> AsyncIterator[tuple[Pair, FakeHost, Making, LocalStream]]:
+    """Two peers, the server's host, its answer, which grows, and the stream on which it was asked for."""
+    async with fake_pair() as (pair, _, a_host, b_host):
+        making = Making(ready=1000)
+
+        async def give(call: Incoming[Text]) -> Answer[Text]:
+            return Answer(call.body, (making.frame,))
+
+        pair.b.serve("t/1/give", Text, give, limits=FRAMES)
+        stream = await a_host.open_stream(b_host.id, "/peerd/t/1")
+        await stream.send(request(b"give", timeout_s=timeout_s))
+        yield pair, b_host, making, stream
 
 
 async def read_all(stream: LocalStream) -> bytes:
@@ -44,11 +55,7 @@ async def read_all(stream: LocalStream) -> bytes:
 async def test_an_answer_being_made_ends_when_its_caller_resets_the_stream(
     half_closed: bool, autojump_clock: Clock
 ) -> None:
-    async with fake_pair() as (pair, _, a_host, b_host):
-        making = Making(ready=1000)
-        give_a_growing_answer(pair, making)
-        stream = await a_host.open_stream(b_host.id, "/peerd/t/1")
-        await stream.send(request(b"give"))
+    async with growing_answer() as (pair, b_host, making, stream):
         if half_closed:
             await stream.close_write()
         await making.asked.wait()
@@ -62,11 +69,7 @@ async def test_an_answer_being_made_ends_when_its_caller_resets_the_stream(
 
 
 async def test_a_server_that_has_stopped_reading_notices_a_reset_while_an_answer_is_made(autojump_clock: Clock) -> None:
-    async with fake_pair() as (pair, _, a_host, b_host):
-        making = Making(ready=1000)
-        give_a_growing_answer(pair, making)
-        stream = await a_host.open_stream(b_host.id, "/peerd/t/1")
-        await stream.send(request(b"give"))
+    async with growing_answer() as (pair, _, making, stream):
         await making.asked.wait()
         await stream.send(request(b"none", 2))  # the outbox is full: this waits for room
         await trio.testing.wait_all_tasks_blocked()
@@ -77,11 +80,7 @@ async def test_a_server_that_has_stopped_reading_notices_a_reset_while_an_answer
 
 
 async def test_a_half_closed_caller_still_gets_an_answer_that_grows(autojump_clock: Clock) -> None:
-    async with fake_pair() as (pair, _, a_host, b_host):
-        making = Making(ready=1000)
-        give_a_growing_answer(pair, making)
-        stream = await a_host.open_stream(b_host.id, "/peerd/t/1")
-        await stream.send(request(b"give"))
+    async with growing_answer() as (pair, _, making, stream):
         await stream.close_write()
         await making.asked.wait()
         async with trio.open_nursery() as nursery:
@@ -91,11 +90,7 @@ async def test_a_half_closed_caller_still_gets_an_answer_that_grows(autojump_clo
 
 
 async def test_the_servers_deadline_ends_an_answer_that_is_never_made(autojump_clock: Clock) -> None:
-    async with fake_pair() as (pair, _, a_host, b_host):
-        making = Making(ready=1000)
-        give_a_growing_answer(pair, making)
-        stream = await a_host.open_stream(b_host.id, "/peerd/t/1")
-        await stream.send(request(b"give", timeout_s=3.0))
+    async with growing_answer(3.0) as (pair, b_host, making, stream):
         start = trio.current_time()
         with pytest.raises(Unreachable):
             await read_all(stream)
