@@ -70,44 +70,39 @@ async def back_to_start(stage: Stage) -> None:
         await role.post.state.move(START, role.post.state.load_saved)
 
 
+def asking(name: str, talk: Talk, *calls: Good, from_start: bool = False, is_answered: bool = False) -> None:
+    """Add a point that a peer reaches by these calls."""
+
+    @point(name, talk, POINTS)
+    async def reach(stage: Stage) -> Sequence[Hostile]:
+        if from_start:
+            await back_to_start(stage)
+        hostile = await entered(stage)
+        for call in calls:
+            assert await ask(hostile, call) or not is_answered
+        return [hostile]
+
+
 # --- the directory ---------------------------------------------------------------------------------------------------
-@point("in the directory", Menu(goods.DHT_POOL, goods.DHT, goods.DHT_REPLIES).talk(), POINTS)
-async def _directory(stage: Stage) -> Sequence[Hostile]:
-    hostile = await entered(stage)
-    assert await ask(hostile, goods.DHT[1])
-    assert await ask(hostile, goods.DHT[3])
-    return [hostile]
+asking(
+    "in the directory",
+    Menu(goods.DHT_POOL, goods.DHT, goods.DHT_REPLIES).talk(),
+    *(goods.DHT[1], goods.DHT[3]),
+    is_answered=True,
+)
 
 
 # --- the conductor's service -----------------------------------------------------------------------------------------
-@point("as a stage peer", Menu(goods.POOL, goods.SWARM, goods.REPLIES).talk(), POINTS)
-async def _member(stage: Stage) -> Sequence[Hostile]:
-    hostile = await entered(stage)
-    await ask(hostile, goods.MEMBER)
-    return [hostile]
+def _as(*menu: Good) -> Talk:
+    return Menu(goods.POOL, menu, goods.REPLIES).talk()
 
 
-@point("as a peer of another stage", Menu(goods.POOL, [goods.OF_STAGE_1, *goods.SWARM], goods.REPLIES).talk(), POINTS)
-async def _other_member(stage: Stage) -> Sequence[Hostile]:
-    hostile = await entered(stage)
-    await ask(hostile, goods.OF_STAGE_1)
-    return [hostile]
-
-
-@point("as a helper", Menu(goods.POOL, [goods.HELPER, goods.LEAVE, goods.TRAINER], goods.REPLIES).talk(), POINTS)
-async def _helper(stage: Stage) -> Sequence[Hostile]:
-    hostile = await entered(stage)
-    await ask(hostile, goods.HELPER)
-    return [hostile]
-
+asking("as a stage peer", _as(*goods.SWARM), goods.MEMBER)
+asking("as a peer of another stage", _as(goods.OF_STAGE_1, *goods.SWARM), goods.OF_STAGE_1)
+asking("as a helper", _as(goods.HELPER, goods.LEAVE, goods.TRAINER), goods.HELPER)
 
 # --- a trainer -------------------------------------------------------------------------------------------------------
-@point("as a trainer", Menu(goods.POOL, [goods.TRAINER, goods.DONE, *goods.STAGE], goods.REPLIES).talk(), POINTS)
-async def _trainer(stage: Stage) -> Sequence[Hostile]:
-    await back_to_start(stage)
-    hostile = await entered(stage)
-    await ask(hostile, goods.TRAINER)
-    return [hostile]
+asking("as a trainer", _as(goods.TRAINER, goods.DONE, *goods.STAGE), goods.TRAINER, from_start=True)
 
 
 @point("as a trainer whose work is held", Menu(goods.POOL, [goods.DONE, *goods.STAGE, goods.LEAVE]).talk(), POINTS)
@@ -307,18 +302,22 @@ def _said(protocol: str, corpus: Sequence[bytes]) -> Talk:
     return lambda rng: Said(rng, protocol, corpus)
 
 
-async def _tell(hostile: Hostile, protocol: str, message: bytes) -> YamuxStream:
-    stream = await hostile.open(protocol)
-    await hostile.send(stream, message)
+async def _tell(hostile: Hostile, protocol: str, message: bytes) -> None:
+    await hostile.send(await hostile.open(protocol), message)
     await hostile.hear()
-    return stream
 
 
-@point("as a relay's client", _said(HOP, _HOP), POINTS)
-async def _relay_client(stage: Stage) -> Sequence[Hostile]:
-    hostile = await entered(stage)
-    await _tell(hostile, HOP, _HOP[0])
-    return [hostile]
+def telling(name: str, protocol: str, messages: Sequence[bytes], talk: Talk | None = None) -> None:
+    """Add a point that a peer reaches by the first of these messages; it goes on with any of them, or with `talk`."""
+
+    @point(name, talk or _said(protocol, messages), POINTS)
+    async def reach(stage: Stage) -> Sequence[Hostile]:
+        hostile = await entered(stage)
+        await _tell(hostile, protocol, messages[0])
+        return [hostile]
+
+
+telling("as a relay's client", HOP, _HOP)
 
 
 @point("over a relay, as the peer beyond it", _said(STOP, [*_HOP, *_STOP]), POINTS)
@@ -332,32 +331,10 @@ async def _beyond(stage: Stage) -> Sequence[Hostile]:
     return [first, second]
 
 
-@point("as a relay", _said(STOP, _STOP), POINTS)
-async def _relay(stage: Stage) -> Sequence[Hostile]:
-    hostile = await entered(stage)
-    await _tell(hostile, STOP, _STOP[0])
-    return [hostile]
-
-
-@point("in a circuit's hand-shake", inside([hello("/noise") + bytes((0, 32)) + bytes(32)]), POINTS)
-async def _circuit(stage: Stage) -> Sequence[Hostile]:
-    hostile = await entered(stage)
-    await _tell(hostile, STOP, _STOP[0])
-    return [hostile]
-
-
-@point("in hole punching", _said(DCUTR, _PUNCH), POINTS)
-async def _punch(stage: Stage) -> Sequence[Hostile]:
-    hostile = await entered(stage)
-    await _tell(hostile, DCUTR, _PUNCH[0])
-    return [hostile]
-
-
-@point("while it asks to be dialed", _said(AUTONAT, _DIAL_ME), POINTS)
-async def _dial_me(stage: Stage) -> Sequence[Hostile]:
-    hostile = await entered(stage)
-    await _tell(hostile, AUTONAT, _DIAL_ME[0])
-    return [hostile]
+telling("as a relay", STOP, _STOP)
+telling("in a circuit's hand-shake", STOP, _STOP, inside([hello("/noise") + bytes((0, 32)) + bytes(32)]))
+telling("in hole punching", DCUTR, _PUNCH)
+telling("while it asks to be dialed", AUTONAT, _DIAL_ME)
 
 
 # --- whom the host calls ---------------------------------------------------------------------------------------------
