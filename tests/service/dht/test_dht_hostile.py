@@ -85,6 +85,49 @@ def test_another_peers_sub_key_cannot_be_written_by_forgery_replay_or_delay() ->
     against(main)
 
 
+@pytest.mark.parametrize("end", ["replaced", "replaced for a shorter time", "withdrawn"])
+def test_an_older_version_never_comes_back_and_its_bearer_is_named(end: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def main(a: Node, b: Node, mallory: Node) -> None:
+        await b.dht.put(KEY, b"old", ttl_s=600)
+        (old,) = await a.dht.get(KEY)
+        if end == "withdrawn":
+            await b.dht.withdraw(KEY)
+        else:
+            await b.dht.put(KEY, b"new", ttl_s=600 if end == "replaced" else 60)
+        with caplog.at_level(logging.DEBUG, "peerd.dht"):
+            assert await offer(mallory, a, old) == await offer(mallory, a, old) == [Verdict.STALE]
+        (said,) = [line for line in caplog.messages if mallory.id.text in line]  # once a minute is enough
+        assert "outdated" in said
+        assert b.id.text in said
+        assert await values(a) == await values(b) == ([] if end == "withdrawn" else [b"new"])
+        await trio.sleep(120)
+        assert await offer(mallory, a, old) == [Verdict.STALE]
+        assert await values(a) == ([b"new"] if end == "replaced" else [])
+        await trio.sleep(540)
+        assert await offer(mallory, a, old) == [Verdict.UNTIMELY]
+        assert await values(a) == []
+
+    against(main)
+
+
+@pytest.mark.parametrize("change", ["publisher", "version", "expires_ms", "key"])
+def test_a_genuine_record_that_was_changed_is_forged_and_its_bearer_named(
+    change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(a: Node, b: Node, mallory: Node) -> None:
+        await b.dht.put(KEY, b"mine", ttl_s=600)
+        (genuine,) = await a.dht.get(KEY)
+        other = {"publisher": mallory.id, "key": Key.of("another run")}
+        changed = replace(genuine, **{change: other.get(change) or getattr(genuine, change) + 1000})
+        with caplog.at_level(logging.WARNING, "peerd.dht"):
+            assert await offer(mallory, a, changed) == [Verdict.FORGED]
+        assert mallory.id.text in caplog.text
+        assert await a.dht.get(Key.of("another run")) == []
+        assert await values(a) == [b"mine"]
+
+    against(main)
+
+
 def test_records_of_ones_own_are_kept_within_quota_time_and_lease() -> None:
     async def main(a: Node, b: Node, mallory: Node) -> None:
         wall, keys = mallory.clock.wall(), mallory.keypair
@@ -145,32 +188,51 @@ def _too_much(mallory: Node, victim: Node) -> wire.RecordsMessage:
     return wire.RecordsMessage([[], [], []], [], None)
 
 
+async def answering(mallory: Node, to: Node, answer: Callable[[], wire.RecordsMessage]) -> list[float]:
+    """Join `to`'s directory and give this answer whenever records are asked for; returns the times, a growing list."""
+    asked: list[float] = []
+
+    async def records(incoming: Incoming[wire.FindMessage]) -> Answer[wire.RecordsMessage]:
+        asked.append(trio.current_time())
+        return Answer(answer())
+
+    async def pong(incoming: Incoming[wire.PingMessage]) -> Answer[wire.PongMessage]:
+        return Answer(wire.PongMessage(None))
+
+    mallory.rpc.serve("dht/3/get", wire.FindMessage, records)
+    mallory.rpc.serve("dht/3/ping", wire.PingMessage, pong)
+    hello = wire.HelloMessage([mallory.addr.to_bytes()], mallory.clock.wall())
+    await mallory.rpc.call(to.id, "dht/3/ping", wire.PingMessage(hello), wire.PongMessage, timeout_s=5)
+    return asked
+
+
+def test_an_old_record_in_an_answer_deceives_nobody_and_is_no_lie(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(a: Node, b: Node, mallory: Node) -> None:
+        await b.dht.put(KEY, b"old", ttl_s=600)
+        (old,) = await a.dht.get(KEY)
+        await b.dht.put(KEY, b"new", ttl_s=600)
+        asked = await answering(mallory, a, lambda: wire.RecordsMessage([[old.encode()]], [], None))
+        with caplog.at_level(logging.WARNING, "peerd.dht"):
+            assert await values(a) == [b"new"]
+        assert asked
+        assert mallory.id.text not in caplog.text
+
+    against(main)
+
+
 @pytest.mark.parametrize("lie", [_forged, _of_another_key, _no_record, _too_much])
 def test_a_peer_that_gives_false_answers_is_found_out_and_dropped(
     lie: Callable[[Node, Node], wire.RecordsMessage], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main(a: Node, b: Node, mallory: Node) -> None:
-        asked = 0
-
-        async def answer(incoming: Incoming[wire.FindMessage]) -> Answer[wire.RecordsMessage]:
-            nonlocal asked
-            asked += 1
-            return Answer(lie(mallory, b))
-
-        async def pong(incoming: Incoming[wire.PingMessage]) -> Answer[wire.PongMessage]:
-            return Answer(wire.PongMessage(None))
-
-        mallory.rpc.serve("dht/3/get", wire.FindMessage, answer)
-        mallory.rpc.serve("dht/3/ping", wire.PingMessage, pong)
-        hello = wire.HelloMessage([mallory.addr.to_bytes()], mallory.clock.wall())
-        await mallory.rpc.call(a.id, "dht/3/ping", wire.PingMessage(hello), wire.PongMessage, timeout_s=5)
+        asked = await answering(mallory, a, lambda: lie(mallory, b))
         assert a.dht.status()["peers"] == 2
         await b.dht.put(KEY, b"true", ttl_s=600)
         with caplog.at_level(logging.WARNING, "peerd.dht"):
             assert await values(a) == [b"true"]
-        assert asked == 1
+        assert len(asked) == 1
         assert await values(a) == [b"true"]
-        assert asked == 1  # not asked again
+        assert len(asked) == 1  # not asked again
         assert a.dht.status()["peers"] == 1
         assert a.dht.status()["lies"] == 1
         assert mallory.id.text in caplog.text
