@@ -202,6 +202,7 @@ async def test_a_role_that_fails_is_built_anew_after_growing_pauses_and_then_giv
     assert Calm.happened == ["built", "left", "ended"], "the other role leaves well"
 
 
+@pytest.mark.slow
 async def test_a_role_that_ran_long_starts_again_with_the_first_pause(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:

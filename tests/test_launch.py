@@ -111,6 +111,7 @@ async def test_a_guest_that_rests_ends_at_the_first_signal(
     assert Idle.happened == []
 
 
+@pytest.mark.slow
 async def test_a_signal_while_a_guest_leaves_for_the_day_ends_it_in_order(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:

@@ -48,6 +48,7 @@ def test_forward_is_computed_once_for_each_microbatch_where_there_is_room(tmp_pa
     assert passes == {0: each, 1: each, 2: MICROBATCHES}
 
 
+@pytest.mark.slow
 def test_graphs_of_microbatches_that_come_together_stay_within_their_room(tmp_path: Path) -> None:
     """Each is counted before it is computed: else all that wait for the device would be kept."""
     most, graph_bytes, room_bytes = [0], [0], 400_000

@@ -253,6 +253,7 @@ async def test_a_peer_takes_one_order_at_a_time_and_only_from_the_conductor_that
         await ends(world, roles, batches)
 
 
+@pytest.mark.slow
 async def test_the_conductor_and_a_peer_that_its_stage_cannot_spare_refuse_to_go(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches
 ) -> None:

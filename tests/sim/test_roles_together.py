@@ -153,6 +153,7 @@ async def test_roles_train_in_the_first_process_of_a_run(
         check(run, roles, batches)
 
 
+@pytest.mark.slow
 async def test_one_process_serves_two_stages(tmp_path: Path, autojump_clock: MockClock, batches: Batches) -> None:
     run = run_file("adamw", "float64", write_texts(tmp_path), stages=2)
     roles = Roles(run, tmp_path)
@@ -167,6 +168,7 @@ async def test_one_process_serves_two_stages(tmp_path: Path, autojump_clock: Moc
         assert [post["stage"] for post in status["posts"]] == [0, 1]
 
 
+@pytest.mark.slow
 async def test_a_post_is_left_and_entered_again_while_training_goes_on(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches
 ) -> None:
@@ -191,6 +193,7 @@ async def test_a_post_is_left_and_entered_again_while_training_goes_on(
         check(run, roles, batches)
 
 
+@pytest.mark.slow
 async def test_a_helper_gives_way_to_a_post_of_its_stage(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches
 ) -> None:

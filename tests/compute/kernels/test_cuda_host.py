@@ -109,6 +109,7 @@ def test_any_layout_is_read_and_given_memory_is_written(gpu: Emulated, seed: int
     assert cuda.quantize(torch.empty(3, 0), "nf4", 64)[0].numel() == 0
 
 
+@pytest.mark.slow
 def test_wrong_arguments_are_refused_before_any_address_is_used(gpu: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "best", lambda device: cuda)
     quantize, decode = torch.ops.peerd.quantize_blockwise, torch.ops.peerd.dequantize_blockwise.out
@@ -136,6 +137,7 @@ def test_wrong_arguments_are_refused_before_any_address_is_used(gpu: Emulated, m
     assert gpu.library.fake_launches() == before + 1
 
 
+@pytest.mark.slow
 def test_decoding_with_gaps_between_the_values_is_done_beside_them(
     gpu: Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +176,7 @@ def test_a_code_is_compiled_once_even_when_threads_race(gpu: Emulated, seed: int
     assert called(gpu, "cuLaunchKernel") == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "blocks"), [(1, 1), (4096, 1), (4097, 2), (4096 * 4, 4), (4096 * 9 + 1, 4)])
 def test_the_grid_has_a_block_for_each_tile_until_the_gpu_is_full(gpu: Emulated, count: int, blocks: int) -> None:
     kernels = cuda.CudaKernels(gpu.library, gpu.library, 1)

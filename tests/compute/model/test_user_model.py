@@ -71,6 +71,7 @@ def fill(m: nn.Module, number: int) -> None:
         p.grad = torch.randn(p.shape, dtype=p.dtype, generator=generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_making_one_touches_neither_parameters_nor_optimizer(name: str) -> None:
     m = module()

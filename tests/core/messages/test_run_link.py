@@ -42,6 +42,7 @@ HOSTS = st.one_of(
 NAMES = st.from_regex(r"[A-Za-z0-9_-]([A-Za-z0-9 ._-]{0,60}[A-Za-z0-9_-])?", fullmatch=True)
 
 
+@pytest.mark.slow
 @given(HOSTS, st.integers(1, 65535), NAMES)
 def test_a_line_is_read_as_it_was_written(host: str, port: int, run: str) -> None:
     link = JoinLink(host, port, ANN.peer_id, run)

@@ -169,6 +169,7 @@ def test_a_member_foretells_whom_it_meets(count: int, size: int) -> None:
 # --- what a member makes of it -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.integers(4, 200), st.integers(3, 30), st.booleans())
 def test_all_members_of_a_group_have_the_same_plan_of_it(count: int, size: int, known: bool) -> None:
     found = grouping(count, size, mbyte_s=float(known)).order(0, names(count))

@@ -15,6 +15,7 @@ from peerd.machine.mux.stream import YamuxStream
 from tests.kit.hostile import frame
 
 
+@pytest.mark.slow
 def test_streams_that_are_opened_and_reset_while_nothing_can_be_sent_are_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -52,6 +52,7 @@ def test_devices_that_may_not_move_do_not() -> None:
     assert replanned(two_places(), (0, 1, 0, 1), {0, 1, 2, 3}, OPTIONS, Random(1)) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", some(range(6), 2))
 def test_no_plan_leaves_a_stage_without_a_device_or_makes_steps_longer(seed: int) -> None:
     rng = Random(seed)

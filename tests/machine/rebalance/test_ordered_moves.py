@@ -113,6 +113,7 @@ def test_a_peer_that_does_not_go_is_left_alone_and_another_one_goes(how: str) ->
     assert found[0].peer != first.peer
 
 
+@pytest.mark.slow
 def test_whatever_is_seen_no_stage_loses_its_last_and_no_peer_goes_twice() -> None:
     rng = random.Random("moves")
     for _ in range(200):

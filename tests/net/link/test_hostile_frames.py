@@ -160,6 +160,7 @@ async def test_nothing_counts_that_comes_after_a_violation(autojump_clock: Clock
         assert came == []
 
 
+@pytest.mark.slow
 async def test_streams_opened_and_reset_while_nothing_is_read_are_not_kept(autojump_clock: Clock) -> None:
     async with attacked() as (_, host, hostile):
         host.handle("/pour/1", pour)

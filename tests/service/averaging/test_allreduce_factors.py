@@ -165,6 +165,7 @@ async def test_a_helper_sums_both_vectors(autojump_clock: MockClock) -> None:
         assert {name: getattr(said, name) for name in line} == line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [5, 9])
 async def test_all_end_with_the_same_bits_also_over_the_rounds_of_a_grid(autojump_clock: MockClock, count: int) -> None:
     async with group(count) as (_, nodes):

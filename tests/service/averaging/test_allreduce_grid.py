@@ -131,6 +131,7 @@ async def test_unequal_lines_and_clients_get_the_same_bits(autojump_clock: MockC
         np.testing.assert_allclose(next(iter(s.sums.values())), exact(vectors), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["int8", "nf4", "bf16", "dynamic8"])
 @pytest.mark.parametrize("count", [5, 9])
 async def test_coded_sums_have_the_same_bits_and_what_codes_take_away_is_remembered_once(

@@ -81,6 +81,7 @@ def test_memory_is_used_again_once_nobody_looks_at_any_part_of_it() -> None:
     assert memory.vector(1 << 19, dtype).shape == (1 << 19,)
 
 
+@pytest.mark.slow
 def test_memory_of_several_sizes_waits_for_its_like() -> None:
     memory, dtype = VectorMemory(keep=2), np.dtype("float32")
     large, small = memory.vector(1 << 20, dtype), memory.vector(1 << 19, dtype)

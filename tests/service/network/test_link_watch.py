@@ -114,6 +114,7 @@ def of(pairs: dict[tuple[str, str], MappedPair], one: str, other: str) -> tuple[
     return figures.rtt_s, figures.back_bytes_per_s, figures.there_bytes_per_s
 
 
+@pytest.mark.slow
 async def test_the_map_has_what_the_lines_are(autojump_clock: MockClock) -> None:
     async with swarm() as made:
         await made.start("a", latency_s=0.040, mbit=16)
@@ -191,6 +192,7 @@ async def test_a_large_map_is_told_page_by_page_without_gaps(autojump_clock: Moc
         assert all(pair.figures.there_bytes_per_s == 1e6 for pair in read.pairs if pair.one in crowd)
 
 
+@pytest.mark.slow
 async def test_a_narrow_path_between_two_counts_in_averaging_and_a_narrow_end_does_not(
     autojump_clock: MockClock,
 ) -> None:

@@ -105,6 +105,7 @@ def half_bytes() -> int:
     return sum(len(parser._rest) for parser in parsers)
 
 
+@pytest.mark.slow
 async def test_answers_that_nobody_reads_are_bounded_and_others_get_theirs(autojump_clock: Clock) -> None:
     async with scene(ANSWERS=4 * MB) as s:
         began = 0
@@ -192,6 +193,7 @@ async def test_a_stranger_that_does_not_take_an_answers_frames_loses_its_stream(
         assert s.used() == {Means.CALLS: 1}
 
 
+@pytest.mark.slow
 async def test_half_requests_are_bounded_and_have_their_time(autojump_clock: Clock) -> None:
     async with scene(RECEIVING=8 * MB) as s:
         whole = call(1, body=encode(Text("x" * (900 << 10))))
@@ -267,6 +269,7 @@ async def error_of(stream: LocalStream) -> tuple[int, str]:
     return messages[0].id, str(wire.decode_failure(messages[0].body, stream.peer).args[0])
 
 
+@pytest.mark.slow
 async def test_behind_a_closed_gate_nothing_but_the_heads_of_calls_is_read(autojump_clock: Clock) -> None:
     async with scene() as s:
         gate = Gatekeeper()

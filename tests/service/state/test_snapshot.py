@@ -487,6 +487,7 @@ async def test_notes_say_how_it_goes(autojump_clock: MockClock) -> None:
         assert "24.1 MB of step 5" in last
 
 
+@pytest.mark.slow
 async def test_the_memory_of_what_is_kept_is_let_go_for_another_state(autojump_clock: MockClock) -> None:
     async with peers(2) as (_, [(donor, rpc), (_, other)]):
         giver, joiner = Donor(rpc, 5, LARGE), Snapshots(other)
