@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.test_processes import soon, step_of
-from tests.kit.amount import few, thorough
+from tests.kit.amount import few
 from tests.kit.averagers import PHASES, Averager, averagers, expected, order
-from tests.kit.processes import Process, processes, run_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.alone, pytest.mark.timeout(600)]
 
 SENDER_TIMEOUT_S = 2.0
-STEPS = 60
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 PART = {  # of the victim: senders, helpers, shares; the victim is the last of all
     "node": (3, 0, (1 / 3, 1 / 3, 1 / 3)),
@@ -81,45 +76,3 @@ def test_a_member_is_lost_in_a_phase_and_the_others_end_in_time(
             assert answer["lost"] == [peers[-1].peer], ended
             assert answer["after_s"] < limit_s + answer["late_s"], ended
         assert_goes_on_without(others)
-
-
-@pytest.mark.parametrize("victim", [pytest.param(0, id="the conductor"), thorough(2, id="another")])
-@pytest.mark.thorough
-def test_a_replica_is_killed_in_mid_step_and_nothing_is_lost(tmp_path: Path, victim: int) -> None:
-    """Three replicas of a whole model, real peers; the first one conducts."""
-    extra = f"averaging: {{sender_timeout_s: {SENDER_TIMEOUT_S}}}\noptimizer: {{total_steps: {STEPS}}}\n"
-    file = run_file(tmp_path, extra)
-    text = file.read_text().replace("stages: 2", "stages: 1").replace("target_samples: 8", "target_samples: 128")
-    file.write_text(text)
-    with processes(tmp_path) as started:
-        backbone = started.backbone("--config", str(file))
-        peers = [started.join("replica-0", "trainer", file, backbone.address())]
-        peers[0].wait_for("role.started")
-        peers += [started.join(f"replica-{i}", "trainer", file, backbone.address()) for i in (1, 2)]
-        for peer in peers[1:]:
-            peer.wait_for("checkpoint.saved ")  # it has the state, and makes steps of its own
-        usual_s = time_of_steps(peers[1])
-        killed = peers.pop(victim)
-        killed.popen.kill()
-        taken_s = time_of_steps(peers[1])
-        assert taken_s < SENDER_TIMEOUT_S + 2.0 + 2 * usual_s
-        for peer in peers:  # they end by themselves, after the last step
-            assert peer.popen.wait(200) == 0, peer.said
-            assert re.search(r"finished .* lost=0\b", peer.said), peer.said
-        first, second = (checkpoints(peer) for peer in peers)
-        both = first.keys() & second.keys()
-        assert both  # the newest few: the last step's end may overtake one of them
-        assert {name: first[name] for name in both} == {name: second[name] for name in both}
-        assert not [peer.name for peer in (*peers, backbone) if "Traceback" in peer.said]
-
-
-def time_of_steps(peer: Process) -> float:
-    """The time until the step under way has ended, and one more."""
-    before = step_of(peer)
-    return soon(lambda: step_of(peer) >= before + 2, "no step is made", 60.0)
-
-
-def checkpoints(peer: Process) -> dict[str, str]:
-    """The tensors of each checkpoint that is left: their digest by the step's name."""
-    found = peer.data_dir.rglob("step-*.safetensors")
-    return {path.name.split(".")[0]: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
