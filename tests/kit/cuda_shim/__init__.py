@@ -1,13 +1,14 @@
 """blockwise.cu on a machine without a GPU: built with g++ and run by fibers, and a fake driver and NVRTC around it.
 
-`emulated` is the fixture that builds it, once per session. Kernels get addresses of CPU tensors. The fake driver's
-side (`emulated.library`) is told what to fail by `fake_*` functions, see fake_cuda.cpp.
+`emulated` is the fixture that builds it, once for all processes of a test run. Kernels get addresses of CPU tensors.
+The fake driver's side (`emulated.library`) is told what to fail by `fake_*` functions, see fake_cuda.cpp.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -70,12 +71,22 @@ class Emulated:
 
 @functools.cache
 def _built(folder: Path) -> Emulated:
+    import fcntl  # where there is a g++, there is this
+
     library = folder / "libfake_cuda.so"
-    sources = [str(HERE / name) for name in SOURCES]
-    command = ["g++", *FLAGS, *WARNINGS, f"-I{HERE}", f"-I{KERNELS}", "-o", str(library), *sources, "-ldl"]
+    with library.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _build(library)
+    return Emulated(ctypes.CDLL(str(library)))
+
+
+def _build(library: Path) -> None:
+    whole, sources = library.with_suffix(".new"), [str(HERE / name) for name in SOURCES]
+    command = ["g++", *FLAGS, *WARNINGS, f"-I{HERE}", f"-I{KERNELS}", "-o", str(whole), *sources, "-ldl"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    return Emulated(ctypes.CDLL(str(library)))
+    whole.rename(library)
 
 
 @pytest.fixture
@@ -83,7 +94,8 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
     """The kernels as g++ builds them; skips where there is no g++."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ to compile the CUDA kernels for a CPU")
-    found = _built(tmp_path_factory.getbasetemp())
+    folder = tmp_path_factory.getbasetemp()
+    found = _built(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
     found.library.fake_reset()
     found.grid, found.seed = 2, 1
     return found
