@@ -75,6 +75,22 @@ async def test_without_limits_there_is_nothing_on_the_way() -> None:
         assert type(ends.near) is TcpLink
 
 
+def fill(ends: Ends, end: str, got: dict[str, int], nursery: trio.Nursery, size: int) -> None:
+    """Send to this end all the time, in pieces of `size`, and count what arrives."""
+    taker, sender = (ends.near, ends.far) if end == "near" else (ends.far, ends.near)
+
+    async def read() -> None:
+        while data := await taker.receive_some(1 << 16):
+            got[end] += len(data)
+
+    async def write() -> None:
+        while True:
+            await sender.send_all(bytes(size))
+
+    nursery.start_soon(read)
+    nursery.start_soon(write)
+
+
 @pytest.mark.slow
 @pytest.mark.socket
 @pytest.mark.alone
@@ -86,22 +102,11 @@ async def test_what_passes_in_half_a_second_is_what_the_limits_allow(
         monkeypatch.setattr(rate_limit, "tcp_info", lambda sock: None)
     async with two_ends(LimitsSection(upload_mbit=20, download_mbit=40)) as ends:
         got = {"near": 0, "far": 0}
-
-        async def read(end: str) -> None:
-            link = getattr(ends, end)
-            while data := await link.receive_some(1 << 16):
-                got[end] += len(data)
-
-        async def write(end: str) -> None:
-            while True:
-                await getattr(ends, end).send_all(bytes(1 << 16))
-
         began = trio.current_time()
         with trio.move_on_after(0.5):
             async with trio.open_nursery() as nursery:
                 for end in got:
-                    nursery.start_soon(read, end)
-                    nursery.start_soon(write, end)
+                    fill(ends, end, got, nursery, 1 << 16)
         passed_s = trio.current_time() - began
         assert isinstance(ends.near, PacedLink)
     for count, mbit in ((got["far"], 20), (got["near"], 40)):
@@ -116,21 +121,10 @@ async def test_a_limit_is_kept_within_five_in_a_hundred(up_mbit: float, down_mbi
     """After the burst with which it begins, with the connection busy both ways."""
     async with two_ends(LimitsSection(upload_mbit=up_mbit, download_mbit=down_mbit)) as ends:
         got = {"near": 0, "far": 0}
-
-        async def read(end: str) -> None:
-            link = getattr(ends, end)
-            while data := await link.receive_some(1 << 16):
-                got[end] += len(data)
-
-        async def write(end: str) -> None:
-            while True:
-                await getattr(ends, end).send_all(bytes(1 << 14))
-
         async with trio.open_nursery() as nursery:
             for end, limit in (("near", down_mbit), ("far", up_mbit)):
                 if limit:
-                    nursery.start_soon(read, end)
-                    nursery.start_soon(write, "far" if end == "near" else "near")
+                    fill(ends, end, got, nursery, 1 << 14)
             await trio.sleep(1.0)
             before, began = dict(got), trio.current_time()
             await trio.sleep(4.0)  # what is measured is a stretch of the line's own time

@@ -149,18 +149,11 @@ async def test_what_comes_is_aligned_and_can_be_written(autojump_clock: MockCloc
             assert np.frombuffer(item.payload, dtype="uint8").ctypes.data % 64 == 0
 
 
-async def test_two_joiners_share_one_frozen_copy(autojump_clock: MockClock) -> None:
+async def test_two_joiners_share_one_frozen_copy_of_each_position(autojump_clock: MockClock) -> None:
     async with peers(3) as (_, [(donor, rpc), (_, a), (_, b)]):
         giver = Donor(rpc, 7)
         assert await fetch(a, [donor]) == await fetch(b, [donor])
         assert giver.giving.copies == [Position(7, b"x")]
-
-
-async def test_a_donor_freezes_once_at_each_position(autojump_clock: MockClock) -> None:
-    async with peers(3) as (_, [(donor, rpc), (_, a), (_, b)]):
-        giver = Donor(rpc, 7)
-        await fetch(a, [donor])
-        await fetch(b, [donor])
         assert giver.freezes == 1
         giver.step, giver._items = 8, state(8)
         assert (await fetch(b, [donor]))[0].step == 8
@@ -229,24 +222,22 @@ async def test_a_second_attempt_goes_on_where_the_first_ended(autojump_clock: Mo
         assert not set(second.pieces) & set(first.pieces[: -2 * under_way])
 
 
-async def test_a_cancelled_download_goes_on_later(autojump_clock: MockClock) -> None:
+@asynccontextmanager
+async def begun_download() -> AsyncIterator[tuple[PeerId, Donor, Snapshots]]:
+    """A donor's id, the donor, and a joiner that has some of its pieces."""
     async with peers(2) as (_, [(donor, rpc), (_, other)]):
         giver, joiner = Donor(rpc, 5, LARGE), Snapshots(other)
         with trio.move_on_after(0.025):
             await fetch(joiner, [donor], sizes=LARGE)
+        yield donor, giver, joiner
+
+
+async def test_a_cancelled_download_goes_on_later(autojump_clock: MockClock) -> None:
+    async with begun_download() as (donor, giver, joiner):
         before = len(giver.pieces)
         assert 8 < before < PIECES
         assert (await fetch(joiner, [donor], sizes=LARGE))[1] == values(state(5, LARGE))
         assert len(giver.pieces) <= PIECES + 8
-
-
-async def test_a_newer_state_begins_anew(autojump_clock: MockClock) -> None:
-    async with peers(2) as (_, [(donor, rpc), (_, other)]):
-        giver, joiner = Donor(rpc, 5, LARGE), Snapshots(other)
-        with trio.move_on_after(0.025):
-            await fetch(joiner, [donor], sizes=LARGE)
-        giver.step, giver._items = 6, state(6, LARGE)
-        assert await fetch(joiner, [donor], sizes=LARGE) == (Position(6, b"x"), values(state(6, LARGE)))
 
 
 async def test_a_donor_that_turns_up_late_is_asked_too(autojump_clock: MockClock) -> None:
@@ -488,16 +479,17 @@ async def test_notes_say_how_it_goes(autojump_clock: MockClock) -> None:
 
 
 @pytest.mark.slow
-async def test_the_memory_of_what_is_kept_is_let_go_for_another_state(autojump_clock: MockClock) -> None:
-    async with peers(2) as (_, [(donor, rpc), (_, other)]):
-        giver, joiner = Donor(rpc, 5, LARGE), Snapshots(other)
-        with trio.move_on_after(0.025):
-            await fetch(joiner, [donor], sizes=LARGE)
+async def test_a_newer_state_begins_anew_and_what_was_kept_of_the_other_is_let_go(autojump_clock: MockClock) -> None:
+    async with begun_download() as (donor, giver, joiner):
         kept = weakref.ref(joiner._begun)
         assert kept() is not None
         giver.step, giver._items, giver.stops_at = 6, state(6, LARGE), 0
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(fetch, joiner, [donor], 1, LARGE)
+
+            @nursery.start_soon
+            async def begin_anew() -> None:
+                assert await fetch(joiner, [donor], 1, LARGE) == (Position(6, b"x"), values(state(6, LARGE)))
+
             await giver.stopped.wait()
             gc.collect()
             assert kept() is None
