@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-import peerd
+from tests.kit.user_loops import UserLoop, own_runtime
 
-STEPS, HALF = 24, 12
+STEPS = 24
 MICROBATCH, TARGET = 16, 64
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket]
@@ -29,44 +28,22 @@ def network(seed: int) -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
 
 
-class Loop(threading.Thread):
-    """One user's loop; it pauses half way until `goes_on` is set."""
+class Loop(UserLoop):
+    """One user's loop, which notes the running statistics that it begins with."""
 
-    def __init__(self, number: int, how: str, pauses: bool = False, **more: Any) -> None:
-        super().__init__(daemon=True)
-        self.model, self._number = network(number), number
-        self.listening, self.half_way, self.goes_on = threading.Event(), threading.Event(), threading.Event()
-        self.at_work = threading.Event()
-        if not pauses:
-            self.goes_on.set()
+    def __init__(self, number: int, how: str, **more: Any) -> None:
+        self._data = torch.Generator().manual_seed(number)
         self.first_look: dict[str, torch.Tensor] = {}
-        self.opt = peerd.AveragingOptimizer(
-            torch.optim.Adam(self.model.parameters(), lr=0.02),
-            run="norm",
-            target_samples=TARGET,
-            samples_per_step=MICROBATCH,
-            listen=["/ip4/127.0.0.1/tcp/0"],
-            model=self.model,
-            buffers=how,
-            announce=lambda address: self.listening.set(),
-            **more,
-        )
-        self.start()
+        self.model = network(number)
+        settings = {"target_samples": TARGET, "samples_per_step": MICROBATCH, "model": self.model, "buffers": how}
+        super().__init__(torch.optim.Adam(self.model.parameters(), lr=0.02), STEPS, run="norm", **settings, **more)
 
-    def run(self) -> None:
-        torch.set_num_threads(1)
-        generator = torch.Generator().manual_seed(self._number)
-        with self.opt as opt:
-            self.first_look = {name: tensor.clone() for name, tensor in self.model.named_buffers()}
-            self.at_work.set()
-            while opt.global_step < STEPS:
-                if opt.global_step >= HALF:
-                    self.half_way.set()
-                    assert self.goes_on.wait(200)
-                x, y = batch(MICROBATCH, generator)
-                nn.functional.cross_entropy(self.model(x), y).backward()
-                opt.step()
-                opt.zero_grad()
+    def begin(self) -> None:
+        self.first_look = {name: tensor.clone() for name, tensor in self.model.named_buffers()}
+
+    def backward(self) -> None:
+        x, y = batch(MICROBATCH, self._data)
+        nn.functional.cross_entropy(self.model(x), y).backward()
 
     def accuracy(self) -> float:
         self.model.eval()
@@ -78,11 +55,10 @@ class Loop(threading.Thread):
 def test_a_replica_that_joins_late_has_the_running_statistics(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    tmp_path.chmod(0o700)
+    own_runtime(tmp_path, monkeypatch)
     first = Loop(1, how, pauses=True)
     assert first.half_way.wait(200)
-    second = Loop(2, how, bootstrap=[first.opt.address])
+    second = Loop(2, how, bootstrap=first.address())
     assert second.at_work.wait(200)
     assert 200 < float(second.first_look["0.running_mean"].mean()) < 400, "it begins with what the others have"
     first.goes_on.set()

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-import peerd
 from peerd.compute.model.user_model import UserModel
 from peerd.core.messages.swarm import Mb
 from tests.kit.amount import some
+from tests.kit.user_loops import UserLoop, own_runtime
 
 STEPS = 10
 MICROBATCH, TARGET = 4, 32
@@ -103,65 +103,35 @@ def network(seed: int) -> nn.Module:
     return model
 
 
-class User(threading.Thread):
-    """One user's loop, with numbers of his own. `pauses`: half way, until `goes_on` is set."""
+class User(UserLoop):
+    """One user's loop, with numbers of his own."""
 
     def __init__(self, number: int, make: Callable[[Any], torch.optim.Optimizer], books: Books, **more: Any) -> None:
-        super().__init__(daemon=True)
-        self.model = network(number)
-        self.listening = threading.Event()
-        self.at_work = threading.Event()
-        self.half_way, self.goes_on = threading.Event(), threading.Event()
-        if not more.pop("pauses", False):
-            self.goes_on.set()
         self._books, self._data = books, torch.Generator().manual_seed(100 + number)
-        self.opt = peerd.AveragingOptimizer(
-            make(self.model.parameters()),
-            run="exact",
-            target_samples=TARGET,
-            samples_per_step=MICROBATCH,
-            listen=["/ip4/127.0.0.1/tcp/0"],
-            announce=lambda address: self.listening.set(),
-            **{} if "scheduler" in more else {"lr": lr},
-            **more,
-        )
         self.state: dict[str, torch.Tensor] = {}
-        self.start()
+        self.model, rate = network(number), {} if "scheduler" in more else {"lr": lr}
+        amounts = {"target_samples": TARGET, "samples_per_step": MICROBATCH}
+        super().__init__(make(self.model.parameters()), STEPS, run="exact", **amounts, **rate, **more)
 
-    def run(self) -> None:
-        torch.set_num_threads(1)
-        with self.opt as opt:
-            while opt.global_step < STEPS:
-                self.at_work.set()
-                if opt.global_step >= STEPS // 2:
-                    self.half_way.set()
-                    assert self.goes_on.wait(200)
-                x = torch.randn(MICROBATCH, 6, dtype=torch.float64, generator=self._data)
-                self._books.current[opt._model] = x
-                self._books.of[opt._model] = [p.detach().clone() for p in self.model.parameters()]
-                loss_of(self.model, x).backward()
-                opt.step()
-                opt.zero_grad()
-            self.state = self._end(opt)
+    def backward(self) -> None:
+        x = torch.randn(MICROBATCH, 6, dtype=torch.float64, generator=self._data)
+        self._books.current[self.opt._model] = x
+        self._books.of[self.opt._model] = [p.detach().clone() for p in self.model.parameters()]
+        loss_of(self.model, x).backward()
 
-    def _end(self, opt: peerd.AveragingOptimizer) -> dict[str, torch.Tensor]:
-        """The parameters after `STEPS`: delayed loops have begun the next step, and two may make it with no third."""
-        end = self._books.ends.get(opt._model)
+    def end(self) -> None:
+        """Note the parameters after `STEPS`: delayed loops have begun the next step, and two may make it alone."""
+        end = self._books.ends.get(self.opt._model)
         if end is not None:
-            return dict(zip(self.model.state_dict(), end, strict=True))
-        assert opt.global_step == STEPS
-        return copy.deepcopy(self.model.state_dict())
-
-    def address(self) -> list[str]:
-        assert self.listening.wait(200)
-        return [self.opt.address]
+            self.state = dict(zip(self.model.state_dict(), end, strict=True))
+        else:
+            assert self.opt.global_step == STEPS
+            self.state = copy.deepcopy(self.model.state_dict())
 
 
 @pytest.fixture
 def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Books:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    tmp_path.chmod(0o700)
-    torch.set_num_threads(1)
+    own_runtime(tmp_path, monkeypatch)
     return Books(monkeypatch)
 
 
