@@ -38,16 +38,29 @@ def entry_points() -> dict[str, str]:
     return found
 
 
+@functools.cache
+def import_statements(file: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """All import statements of a file, inside functions and for type checkers too."""
+    found, left = [], list[ast.AST](parsed(file).body)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append(node)
+        for block in ("body", "orelse", "handlers", "finalbody", "cases"):  # statements are in these alone
+            left += getattr(node, block, ()) if not isinstance(node, ast.expr) else ()
+    return tuple(sorted(found, key=lambda node: node.lineno))
+
+
 def imported(file: Path) -> Iterator[tuple[int, str]]:
-    """Line and full name of each import, inside functions and for type checkers too.
+    """Line and full name of each import of a file.
 
     `from package import name` gives both `package` and `package.name` for packages of this repository.
     """
     package = file.relative_to(ROOT).parent.parts
-    for node in ast.walk(parsed(file)):
+    for node in import_statements(file):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             start = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(part for part in (start, node.module or "") if part)
             yield node.lineno, module
@@ -66,7 +79,7 @@ def file_of(module: str) -> Path | None:
 def files_imported(file: Path) -> frozenset[Path]:
     """Files of this repository that a file imports. `from package import module` names the module's file only."""
     found: set[Path | None] = set()
-    for node in ast.walk(parsed(file)):
+    for node in import_statements(file):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in PACKAGES:
             for alias in node.names:
                 found.add(file_of(f"{node.module}.{alias.name}") or file_of(node.module))
@@ -89,6 +102,6 @@ def distances(file: Path) -> dict[Path, int]:
     """Files that a file uses, with the number of steps to each: 0 for itself, 1 for what it imports, and so on."""
     found, edge = {file: 0}, [file]
     while edge:
-        edge = sorted({other for each in edge for other in files_used(each)} - found.keys())
+        edge = list({other for each in edge for other in files_used(each)} - found.keys())
         found |= dict.fromkeys(edge, max(found.values()) + 1)
     return found
