@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from tests.kit.terminal import Grid, terminal
+from tests.worlds.processes.terminal import Grid, terminal
 
 Colour = tuple[int, int, int]
 

@@ -25,9 +25,9 @@ from peerd.core.errors import Unreachable
 from peerd.core.keys import Keypair
 from peerd.core.run.runfile import RunFile
 from peerd.sim.simnet import SimNet
-from tests.kit.virtual import addr_of, running_net, transport
 from tests.test_daemon import Peer, Quiet
 from tests.test_view import plain_text
+from tests.worlds.network.virtual import addr_of, running_net, transport
 
 RUN = RunFile(run="tiny")
 NOBODY = Keypair.from_seed(b"n" * 32).peer_id

@@ -28,7 +28,7 @@ from peerd.service.peer_stack import peer_stack
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimNet
-from tests.kit.virtual import running_net, transport
+from tests.worlds.network.virtual import running_net, transport
 
 LISTEN = "/ip4/0.0.0.0/tcp/4001"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

@@ -29,9 +29,9 @@ from peerd.service.peer_stack import peer_stack
 from peerd.sim.clock import SimClock
 from peerd.sim.programs import stack_on, swarm
 from peerd.sim.world import Node, World
-from tests.kit.internet import Peers, internet
-from tests.kit.processes import LISTEN, processes
-from tests.kit.webserver import serving
+from tests.worlds.network.internet import Peers, internet
+from tests.worlds.processes.processes import LISTEN, processes
+from tests.worlds.processes.webserver import serving
 
 ORGANIZER = Keypair.from_seed(b"o" * 32)
 OTHER = Keypair.from_seed(b"x" * 32).peer_id

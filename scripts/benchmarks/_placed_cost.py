@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tests.kit.placed import Link, PlacedRun
+from tests.worlds.roles.placed import Link, PlacedRun
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from peerd.machine.swarm.events import MoveEnded, PrepareEnded, SendMove, SendPr
 from peerd.machine.swarm.posts import post_name
 from peerd.machine.swarm.roster import START
 from peerd.service.rpc.rpc import Incoming
-from tests.kit.conductor_scene import OWN, RUN, Scene
+from tests.worlds.machines.conductor_scene import OWN, RUN, Scene
 
 STAGES = 4
 SIZES = ((16, 256), (64, 1024), (256, 2048), (1024, 8192), (1024, 16384))

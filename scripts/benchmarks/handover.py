@@ -42,7 +42,7 @@ from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.kit.virtualroles import Roles
+from tests.worlds.roles.virtualroles import Roles
 
 STAGES: Final = 3
 RATE_MBIT: Final = 100.0

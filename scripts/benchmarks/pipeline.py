@@ -42,7 +42,7 @@ from roles.stage import StageRole
 from roles.trainer import TrainerRole
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.kit.virtualroles import Roles
+from tests.worlds.roles.virtualroles import Roles
 
 T = TypeVar("T")
 

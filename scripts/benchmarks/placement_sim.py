@@ -47,8 +47,8 @@ from peerd.sim.clock import run_virtual
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks._placed_cost import WorkBytes, paper_s, paths_s
-from tests.kit.placed import Handover, PlacedRun, placed_world, step_times
-from tests.kit.virtualroles import Roles
+from tests.worlds.roles.placed import Handover, PlacedRun, placed_world, step_times
+from tests.worlds.roles.virtualroles import Roles
 
 SIMULATED: Final = ("4-regional", "5-world-wide")
 STAGES: Final = 8

@@ -43,8 +43,8 @@ from roles.trainer import TrainerRole
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.virtualroles import PacedDevice, Roles
-from tests.kit.world import home_line
+from tests.worlds.network.world import home_line
+from tests.worlds.roles.virtualroles import PacedDevice, Roles
 
 STAGES: Final = 4
 A_PEER: Final = 4  # microbatches of a step, for each peer of a stage

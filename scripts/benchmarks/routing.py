@@ -56,7 +56,7 @@ from roles.stage import StageRole
 from roles.trainer import TrainerRole
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.kit.virtualroles import Roles
+from tests.worlds.roles.virtualroles import Roles
 
 POLICIES: Final = ("swarm", "flow", "ours")
 SECOND: Final = ("Ohio", "Frankfurt")  # cities with a second place

@@ -2,9 +2,9 @@
 
     python go_peer.py /path/to/p2pd [-flag=value ...]        flags of p2pd's own, which win over those used here
 
-Commands are described in tests/kit/foreign.py. The daemon's control protocol is protobuf, each message behind a
-varint length, over a unix socket; a stream that was opened or accepted is that socket itself from then on. p2pd
-knows no half-closed streams: when one direction ends it drops the other, so whoever sends closes last.
+Commands are described in tests/worlds/processes/foreign.py. The daemon's control protocol is protobuf, each message
+behind a varint length, over a unix socket; a stream that was opened or accepted is that socket itself from then on.
+p2pd knows no half-closed streams: when one direction ends it drops the other, so whoever sends closes last.
 The daemon is started here and killed when stdin ends. It stays on loopback: no port mapping, no bootstrap peers.
 """
 

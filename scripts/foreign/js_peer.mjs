@@ -1,5 +1,5 @@
 // A js-libp2p peer under remote control: one JSON command a line on stdin, one JSON answer a line on stdout.
-// Commands are described in tests/kit/foreign.py. It ends when stdin ends, so it cannot outlive its parent.
+// Commands are described in tests/worlds/processes/foreign.py. It ends when stdin ends, so it cannot outlive its parent.
 // Arguments: "relay" serves as a circuit relay; "circuits" dials over relays; "behind=<address of a relay>" also has
 // a reservation there, and no other address than "listen=<address>"; "dcutr" upgrades what comes over a relay.
 import { createHash, randomBytes } from 'node:crypto'

@@ -1,7 +1,8 @@
 """A py-libp2p peer under remote control: one JSON command a line on stdin, one JSON answer a line on stdout.
 
-Commands are described in tests/kit/foreign.py. It ends when stdin ends, so it cannot outlive its parent. It runs in
-a virtual environment of its own, never in peerd's. Only Noise is offered: by default py-libp2p also accepts plaintext.
+Commands are described in tests/worlds/processes/foreign.py. It ends when stdin ends, so it cannot outlive its parent.
+It runs in a virtual environment of its own, never in peerd's. Only Noise is offered: by default
+py-libp2p also accepts plaintext.
 """
 
 from __future__ import annotations

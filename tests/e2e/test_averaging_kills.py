@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.kit.amount import few
-from tests.kit.averagers import PHASES, Averager, averagers, expected, order
+from tests.worlds.processes.averagers import PHASES, Averager, averagers, expected, order
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.alone, pytest.mark.timeout(600)]
 

@@ -25,8 +25,8 @@ from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.messages.token import Token, seal, to_text
 from peerd.core.run.runfile import fingerprint
-from tests.kit.processes import LISTEN, processes, run_file
-from tests.kit.webserver import serving
+from tests.worlds.processes.processes import LISTEN, processes, run_file
+from tests.worlds.processes.webserver import serving
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 ORGANIZER = Keypair.from_seed(b"o" * 32)

@@ -13,7 +13,7 @@ import pytest
 
 from peerd.cli import invoke
 from peerd.service.state.fetch import _room
-from tests.kit.processes import Process, processes, run_file
+from tests.worlds.processes.processes import Process, processes, run_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
 BYTES = 16 << 20

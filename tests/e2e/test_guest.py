@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from scripts.waiting import eventually
-from tests.kit.processes import LISTEN, Process, processes, run_file
+from tests.worlds.processes.processes import LISTEN, Process, processes, run_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
 HEAVY = """\

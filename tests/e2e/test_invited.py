@@ -10,7 +10,7 @@ import pytest
 from peerd import home
 from peerd.cli import invoke
 from tests.e2e.test_processes import assert_ends_well, reaches
-from tests.kit.processes import Process, Processes, processes, run_file
+from tests.worlds.processes.processes import Process, Processes, processes, run_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from peerd.cli import invoke
-from tests.kit.processes import LISTEN, Process, processes
+from tests.worlds.processes.processes import LISTEN, Process, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
 RUN = """\

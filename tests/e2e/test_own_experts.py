@@ -12,8 +12,8 @@ import pytest
 import trio
 
 from peerd.config import load_run
-from tests.kit.expert_host import PlainHost
-from tests.kit.training import swarm
+from tests.worlds.roles.expert_host import PlainHost
+from tests.worlds.roles.training import swarm
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "configs/moe.yaml"

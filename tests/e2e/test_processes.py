@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts.waiting import eventually
-from tests.kit.processes import LISTEN, Process, Processes, processes, run_file
+from tests.worlds.processes.processes import LISTEN, Process, Processes, processes, run_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
 

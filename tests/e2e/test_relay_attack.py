@@ -21,7 +21,7 @@ from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.net.host.host import Host
 from peerd.net.link.stream import Stream
-from tests.kit.relay_process import client
+from tests.worlds.processes.relay_process import client
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,8 +38,8 @@ PLACES = ("127.0.66.1", "127.0.77.1", "127.0.88.1")
 
 @contextlib.asynccontextmanager
 async def process(*arguments: str) -> AsyncIterator[tuple[trio.Process, str]]:
-    """`tests.kit.relay_process`, which ends with the block, and the line that it prints."""
-    command = [sys.executable, "-m", "tests.kit.relay_process", *arguments]
+    """`tests.worlds.processes.relay_process`, which ends with the block, and the line that it prints."""
+    command = [sys.executable, "-m", "tests.worlds.processes.relay_process", *arguments]
     run = functools.partial(trio.run_process, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     async with trio.open_nursery() as nursery:
         running = await nursery.start(run, command)

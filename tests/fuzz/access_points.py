@@ -22,9 +22,9 @@ from tests.fuzz.goods import SELF
 from tests.fuzz.service_points import ask
 from tests.fuzz.session_points import entered
 from tests.fuzz.sessions import HOST, NETWORK, Point, ServiceStage, Stage, attacked, point
-from tests.kit.hostile import Hostile
-from tests.kit.hosts import Hosts, keypair, running_hosts
-from tests.kit.members import ORGANIZER, STRANGER, Papers, revoked, run_file, token
+from tests.worlds.network.hostile import Hostile
+from tests.worlds.network.hosts import Hosts, keypair, running_hosts
+from tests.worlds.network.members import ORGANIZER, STRANGER, Papers, revoked, run_file, token
 
 POINTS: list[Point] = []
 RUN = run_file()

@@ -20,7 +20,7 @@ from peerd.machine.rpc import codec as wire
 from peerd.machine.secure.multistream import HEADER as HELLO
 from tests.fuzz.bodies import Bodies, Pool
 from tests.fuzz.calls import Good, data_frames
-from tests.kit.hostile import Hostile, frame
+from tests.worlds.network.hostile import Hostile, frame
 
 Answers = Sequence[Good] | Callable[[bytes], Sequence[Good]]  # or those that fit a call's body
 _ANSWERS_MAX = 1000  # of one session: a host that asks for ever shows soon enough

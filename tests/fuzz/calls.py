@@ -21,8 +21,8 @@ from peerd.machine.secure.multistream import encode_line
 from tests.fuzz.bodies import Bodies, Pool
 from tests.fuzz.session_points import Frames, Say
 from tests.fuzz.sessions import Talk
-from tests.kit.hostile import frame, hello
 from tests.kit.mutate import mutated
+from tests.worlds.network.hostile import frame, hello
 
 FIRST_STREAM = 1001  # of those that are opened here; a point has opened others before
 THEIR_STREAMS = (2, 2, 2, 4, 4, 6, 8, 10, 12)  # of those that the host opens

@@ -38,7 +38,7 @@ from tests.fuzz.expert_scene import EXPERTS, MARK, RUN, samples
 from tests.fuzz.service_points import ask
 from tests.fuzz.session_points import WHO, entered
 from tests.fuzz.sessions import Point, Stage, point
-from tests.kit.hostile import Hostile
+from tests.worlds.network.hostile import Hostile
 
 POINTS: list[Point] = []
 UNTOUCHED, A, B = EXPERTS[:3]  # nobody claims the first one

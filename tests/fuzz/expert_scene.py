@@ -23,7 +23,7 @@ from peerd.core.run.runfile import ExpertsSection, LimitsSection, ModelSection, 
 from roles.expert import ExpertRole
 from tests.fuzz.service_scene import start_caller, start_peer
 from tests.fuzz.sessions import NETWORK, ServiceStage, attacked
-from tests.kit.hosts import running_hosts
+from tests.worlds.network.hosts import running_hosts
 
 WIDTH = 4
 EXPERTS = [Uid(0, (row, column)) for row in range(2) for column in range(2)]

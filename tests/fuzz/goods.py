@@ -68,8 +68,8 @@ from tests.fuzz.bodies import Pool
 from tests.fuzz.calls import Good
 from tests.fuzz.service_scene import KEPT_POSITION, MARK, RUN
 from tests.fuzz.session_points import WHO
-from tests.kit.hosts import keypair
-from tests.kit.stagescene import microbatch
+from tests.worlds.network.hosts import keypair
+from tests.worlds.roles.stagescene import microbatch
 
 SELF, NOBODY = WHO.identity.peer_id, keypair("nobody").peer_id.text
 HOST, MATE, HONEST = (keypair(name).peer_id for name in ("host", "mate", "honest"))

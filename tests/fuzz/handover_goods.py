@@ -21,8 +21,8 @@ from tests.fuzz.calls import Good
 from tests.fuzz.goods import HOST, MATE, SELF, SEQ
 from tests.fuzz.service_scene import MARK
 from tests.fuzz.session_points import WHO
-from tests.kit.hosts import keypair
-from tests.kit.stagescene import microbatch
+from tests.worlds.network.hosts import keypair
+from tests.worlds.roles.stagescene import microbatch
 
 ME, HONEST = WHO.identity, keypair("honest")
 TOKENS, TARGETS = microbatch(1)[0], microbatch(2)[0]

@@ -15,7 +15,7 @@ from tests.fuzz.goods import SELF
 from tests.fuzz.service_points import ask, at_mate, back_to_start, served
 from tests.fuzz.session_points import entered
 from tests.fuzz.sessions import Point, Stage, point
-from tests.kit.hostile import Hostile
+from tests.worlds.network.hostile import Hostile
 
 POINTS: list[Point] = []
 _ANSWERS = {"handover/1/pass": handing.to_pass, "handover/1/relay": handing.to_carry_on}

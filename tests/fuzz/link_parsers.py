@@ -20,7 +20,7 @@ from peerd.net.link.stream import Stream
 from peerd.net.link.unread import Unread
 from peerd.net.link.upgrade import Secured
 from tests.fuzz.parsers import ADDRS, OTHER, PARSERS, YAMUX, Corpus, in_pieces, parser, yamux_check, yamux_frame
-from tests.kit.hostile import hello
+from tests.worlds.network.hostile import hello
 
 __all__ = ["PARSERS"]
 _BUFFERS = Buffers()

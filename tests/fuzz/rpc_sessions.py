@@ -22,8 +22,8 @@ from peerd.machine.rpc import codec as wire
 from peerd.machine.rpc.accounting import MethodLimits
 from peerd.service.rpc.loopback import LocalStream
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
-from tests.kit.fakehost import FakeHost, TrioClock, fake_net
-from tests.kit.rpc_cases import Text, echo, repeat
+from tests.worlds.machines.fakehost import FakeHost, TrioClock, fake_net
+from tests.worlds.machines.rpc_cases import Text, echo, repeat
 
 _STEPS: Final = 16  # of one session, at most
 _LARGE: Final = MethodLimits(body_bytes=256 << 10, frames=4, frame_bytes=4 << 20, calls_per_peer=32)

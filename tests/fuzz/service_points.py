@@ -33,8 +33,8 @@ from tests.fuzz.goods import SELF, SEQ
 from tests.fuzz.service_scene import RunStage, services
 from tests.fuzz.session_points import WHO, Frames, entered, inside
 from tests.fuzz.sessions import Point, Stage, Talk, point
-from tests.kit.hostile import Hostile, enter, frame, hello, secrets
 from tests.kit.mutate import mutated
+from tests.worlds.network.hostile import Hostile, enter, frame, hello, secrets
 
 POINTS: list[Point] = []
 

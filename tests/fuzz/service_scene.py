@@ -48,8 +48,8 @@ from peerd.sim.clock import SimClock
 from roles.stage import StageRole
 from tests.fuzz.session_points import WHO
 from tests.fuzz.sessions import HOST, NETWORK, WITHIN_S, ServiceStage, attacked
-from tests.kit.hosts import Hosts, keypair, running_hosts
-from tests.kit.stagescene import microbatch
+from tests.worlds.network.hosts import Hosts, keypair, running_hosts
+from tests.worlds.roles.stagescene import microbatch
 
 RUN = RunFile(
     run="hostile",

@@ -20,8 +20,8 @@ from peerd.net.host.identify import PING as LIBP2P_PING
 from peerd.net.link.stream import Stream
 from peerd.net.link.upgrade import upgrade
 from tests.fuzz.sessions import Stage, Talk, point, serving
-from tests.kit.hostile import Hostile, enter, frame, hello, secrets
 from tests.kit.mutate import mutated
+from tests.worlds.network.hostile import Hostile, enter, frame, hello, secrets
 
 WHO = secrets("hostile")
 RAIL_ONLY = (RAIL,)

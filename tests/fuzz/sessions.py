@@ -35,9 +35,9 @@ from peerd.sim.clock import run_virtual
 from peerd.sim.memory import MemoryListener
 from peerd.sim.simnet import NetConfig
 from tests.kit.amount import ALL
-from tests.kit.hostile import Hostile
-from tests.kit.hosts import Hosts, ask, echo, running_hosts
-from tests.kit.virtual import addr_of, transport
+from tests.worlds.network.hostile import Hostile
+from tests.worlds.network.hosts import Hosts, ask, echo, running_hosts
+from tests.worlds.network.virtual import addr_of, transport
 
 QUICK_COUNT = 500  # sessions of all points together, in a run that is not of everything
 STEPS_MAX = 12

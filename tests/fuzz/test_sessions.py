@@ -14,7 +14,7 @@ from peerd.sim.clock import run_virtual
 from tests.fuzz import session_points
 from tests.fuzz.sessions import POINTS, SERVING, Point, Stage, draw, first_failure, reach, session_count, stage
 from tests.kit.amount import ALL
-from tests.kit.hostile import Hostile
+from tests.worlds.network.hostile import Hostile
 
 COUNT = session_count(20_000)
 SHARDS = 20 if ALL else 5  # none of them takes long

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kit.foreign import end_shared
+from tests.worlds.processes.foreign import end_shared
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,8 +19,8 @@ from peerd.net.host.host import Host
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.connectivity.relay import Relay
-from tests.kit.foreign import foreign_peer
-from tests.kit.hosts import ask, echo
+from tests.worlds.network.hosts import ask, echo
+from tests.worlds.processes.foreign import foreign_peer
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow, pytest.mark.socket]
 

@@ -27,7 +27,7 @@ from peerd.net.link.config import LinkConfig
 from peerd.net.link.stream import Stream
 from peerd.net.link.upgrade import Secured
 from peerd.net.tcp.tcp_transport import TcpTransport
-from tests.kit.foreign import NAMES, CommandFailed, ForeignPeer, foreign_peer
+from tests.worlds.processes.foreign import NAMES, CommandFailed, ForeignPeer, foreign_peer
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow, pytest.mark.socket]
 

@@ -1,1 +1,1 @@
-"""Shared test equipment: pairs of machines, memory hosts, torch set-up."""
+"""Tools for tests that belong to no world: references, examples, mutations, tables."""

@@ -26,7 +26,7 @@ def test_dials_that_cross_become_one_connection_with_one_initiator() -> None:
         hosts = {name: lab.host(name) for name in ("a", "b")}
         sides = []
         for own, other in (("a", "b"), ("b", "a")):
-            program = [sys.executable, "-m", "tests.kit.crossing", own, other, hosts[other].ip, str(TIMES)]
+            program = [sys.executable, "-m", "tests.worlds.processes.crossing", own, other, hosts[other].ip, str(TIMES)]
             pipe = subprocess.PIPE
             sides.append(hosts[own].popen(program, stdin=pipe, stdout=pipe, text=True, cwd=ROOT))
         try:

@@ -15,7 +15,7 @@ import pytest
 
 from scripts.lab import WideHost, WideLab, why_not_wide
 from scripts.waiting import eventually
-from tests.kit.foreign import command_line, require
+from tests.worlds.processes.foreign import command_line, require
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PORT = 4001

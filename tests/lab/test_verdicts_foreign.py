@@ -13,7 +13,7 @@ import pytest
 
 from scripts.lab import Kind, Unexpected, WideHost, WideLab, why_not_wide
 from scripts.waiting import eventually
-from tests.kit.foreign import command_line, require
+from tests.worlds.processes.foreign import command_line, require
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PORT = 31337
@@ -32,7 +32,7 @@ def _needs_a_wide_lab_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Go:
-    """p2pd on a host of the lab, driven as in tests/kit/foreign.py."""
+    """p2pd on a host of the lab, driven as in tests/worlds/processes/foreign.py."""
 
     def __init__(self, host: WideHost, *flags: str) -> None:
         argv = command_line("go", [f"-hostAddrs=/ip4/{host.ip}/tcp/{PORT}", *flags])

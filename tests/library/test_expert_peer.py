@@ -19,7 +19,7 @@ from peerd.core.messages.token import Token, to_text
 from peerd.core.run.runfile import AccessSection, ExpertsSection, ModelSection, RunFile
 from peerd.home import load_identity, make_private_dir
 from peerd.library.background import Closed
-from tests.kit.members import ORGANIZER, token
+from tests.worlds.network.members import ORGANIZER, token
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 RUN = RunFile(run="test", model=ModelSection(d_model=8), experts=ExpertsSection(grid=[2, 2], timeout_s=1.0))

@@ -12,7 +12,7 @@ from peerd.core import limits
 from peerd.core.errors import RemoteError
 from peerd.net.faults import Faults
 from peerd.net.link.stream import Stream
-from tests.kit.hosts import ask, echo, running_hosts
+from tests.worlds.network.hosts import ask, echo, running_hosts
 
 
 def broken(*_: object) -> bool:

@@ -16,7 +16,7 @@ from peerd.core.errors import Unreachable
 from peerd.machine.connectivity.happy_eyeballs import HEAD_START_S, PARALLEL, STAGGER_S
 from peerd.net.host.dialer import AddressBook, Dialer
 from peerd.net.tcp import resolve
-from tests.kit.hosts import keypair
+from tests.worlds.network.hosts import keypair
 
 PEER, RELAY = keypair("peer").peer_id, keypair("relay").peer_id
 FOUR, SIX, NEAR = (tcp_addr(ip, 4001) for ip in ("8.8.8.8", "2600::8", "192.168.1.5"))

@@ -18,7 +18,7 @@ from peerd.core.run.runfile import (
 from roles.trainer import TrainerRole
 from tests.kit.exact import write_texts
 from tests.kit.normed import write_normed
-from tests.kit.training import Peer, all_finished, reaches, replicas, swarm
+from tests.worlds.roles.training import Peer, all_finished, reaches, replicas, swarm
 
 STEPS, LATE = 40, 5
 

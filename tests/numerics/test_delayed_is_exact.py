@@ -22,7 +22,7 @@ from peerd.core.run.runfile import RunFile
 from peerd.training.stage.orders import PostOrders
 from tests.kit.amount import few
 from tests.kit.exact import STEPS, Sample, differences, replayed, run_file, write_texts
-from tests.kit.training import Peer, all_finished, events, reaches, replicas, swarm
+from tests.worlds.roles.training import Peer, all_finished, events, reaches, replicas, swarm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
 

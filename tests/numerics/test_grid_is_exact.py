@@ -18,7 +18,7 @@ from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.service.averaging.allreduce import Averaging
 from tests.kit.amount import thorough
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.training import Peer, Swarm, all_finished, replicas, swarm
+from tests.worlds.roles.training import Peer, Swarm, all_finished, replicas, swarm
 
 PEERS = 9
 

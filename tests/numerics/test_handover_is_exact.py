@@ -33,7 +33,7 @@ from peerd.training.stage.handover import HandOver
 from roles.trainer import TrainerRole
 from tests.kit.amount import few
 from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.training import Peer, all_finished, events, stage_peers, swarm
+from tests.worlds.roles.training import Peer, all_finished, events, stage_peers, swarm
 
 pytestmark = pytest.mark.slow
 STAGES = 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.kit.user_loops import UserLoop, own_runtime
+from tests.worlds.processes.user_loops import UserLoop, own_runtime
 
 STEPS = 24
 MICROBATCH, TARGET = 16, 64

@@ -19,7 +19,7 @@ from torch import nn
 from peerd.compute.model.user_model import UserModel
 from peerd.core.messages.swarm import Mb
 from tests.kit.amount import some
-from tests.kit.user_loops import UserLoop, own_runtime
+from tests.worlds.processes.user_loops import UserLoop, own_runtime
 
 STEPS = 10
 MICROBATCH, TARGET = 4, 32

@@ -19,7 +19,7 @@ from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import RunFile
 from tests.kit.amount import few
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.training import Peer, all_finished, events, replicas, swarm
+from tests.worlds.roles.training import Peer, all_finished, events, replicas, swarm
 
 SLOWER = {2: 2, 3: 5}  # times as long for a microbatch, by replica
 

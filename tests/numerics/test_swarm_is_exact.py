@@ -25,7 +25,7 @@ from peerd.machine.pipeline.route_policy import InTurn
 from peerd.service.pipeline import direct
 from tests.kit.amount import few, thorough
 from tests.kit.exact import TOLERANCE, Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.training import all_finished, pipeline, reaches, swarm
+from tests.worlds.roles.training import all_finished, pipeline, reaches, swarm
 
 
 async def train(directory: Path, run: RunFile, victim: str, monkeypatch: pytest.MonkeyPatch) -> list[StageModule]:

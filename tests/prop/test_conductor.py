@@ -12,8 +12,8 @@ from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.conductor.phases import Phase
 from peerd.machine.swarm.events import CancelAttempt, ConductorConfig, MemberGone, PrepareEnded, SendMove, SendPrepare
 from tests.kit.amount import some
-from tests.kit.conducting import first_order
-from tests.kit.modelswarm import Swarm
+from tests.worlds.machines.conducting import first_order
+from tests.worlds.machines.modelswarm import Swarm
 
 
 @pytest.mark.parametrize("delayed", [False, True])

@@ -28,7 +28,7 @@ from peerd.machine.swarm.events import (
     TrainerReport,
 )
 from tests.kit.amount import some
-from tests.kit.modelswarm import BATCH, STAGES, Member, Swarm, Trainer
+from tests.worlds.machines.modelswarm import BATCH, STAGES, Member, Swarm, Trainer
 
 LIES = ("missing", "lost", "refused", "nothing", "silent", "digest", "uneven", "hello", "moves")
 

@@ -10,7 +10,7 @@ import trio
 from peerd.core.run.runfile import RunFile
 from roles.aggregator import AuxRole
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.training import Peer, Swarm, all_finished, replicas, swarm, with_line
+from tests.worlds.roles.training import Peer, Swarm, all_finished, replicas, swarm, with_line
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
 

@@ -13,8 +13,8 @@ from peerd.role import RoleContext
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import VaultDisk, digests_of
 from roles.backbone import BackboneRole
-from tests.kit.expertpeers import expert_run, pointer_to, state
-from tests.kit.training import swarm
+from tests.worlds.roles.expertpeers import expert_run, pointer_to, state
+from tests.worlds.roles.training import swarm
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 

@@ -26,7 +26,7 @@ from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import write_texts
-from tests.kit.training import Peer, Swarm, events, pinned, small_run, swarm
+from tests.worlds.roles.training import Peer, Swarm, events, pinned, small_run, swarm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
 

@@ -20,7 +20,7 @@ from peerd.training.catchup import catch_up
 from roles.stage import StageRole
 from tests.kit.amount import thorough
 from tests.kit.exact import write_texts
-from tests.kit.training import Peer, events, pinned, pipeline, reaches, small_run, swarm, until_equal
+from tests.worlds.roles.training import Peer, events, pinned, pipeline, reaches, small_run, swarm, until_equal
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
 SPANNED = 8  # steps that the swarm makes while the state is on its way: more than the totals that anyone keeps

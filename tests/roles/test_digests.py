@@ -15,7 +15,7 @@ from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.stage.orders import PostOrders
 from tests.kit.amount import thorough
 from tests.kit.exact import run_file, write_texts
-from tests.kit.training import all_finished, replicas, swarm
+from tests.worlds.roles.training import all_finished, replicas, swarm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
 

@@ -27,7 +27,7 @@ from peerd.sim.programs import swarm
 from peerd.sim.simnet import NetConfig
 from peerd.sim.world import Node, World, WorldConfig
 from roles.expert import ExpertRole
-from tests.kit.virtualroles import Roles
+from tests.worlds.roles.virtualroles import Roles
 
 PERIOD_S = 10.0
 WIDTH = 8

@@ -14,8 +14,8 @@ from peerd.cli import invoke
 from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile
 from peerd.training.checkpoints import stage_checkpoints
 from tests.kit.exact import write_texts
-from tests.kit.processes import run_file
-from tests.kit.training import Peer, pipeline, reaches, small_run, swarm
+from tests.worlds.processes.processes import run_file
+from tests.worlds.roles.training import Peer, pipeline, reaches, small_run, swarm
 
 FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
 

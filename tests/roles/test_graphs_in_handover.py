@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from peerd.compute.model.kept_graph import Graph
-from tests.kit.handscene import HandScene, in_scene
+from tests.worlds.roles.handscene import HandScene, in_scene
 
 MICROBATCHES = 3
 

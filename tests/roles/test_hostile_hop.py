@@ -22,8 +22,8 @@ from peerd.core.messages.proof import receipt
 from peerd.core.messages.swarm import Mb
 from peerd.service.rpc.inbound import Inbound
 from peerd.service.rpc.rpc import Answer, Incoming
-from tests.kit.handscene import MARK, HandScene, hidden, in_scene, text, tokens
-from tests.kit.hosts import keypair
+from tests.worlds.network.hosts import keypair
+from tests.worlds.roles.handscene import MARK, HandScene, hidden, in_scene, text, tokens
 
 pytestmark = pytest.mark.slow
 ROUTE = ("a0", "a1", "a2")

@@ -21,8 +21,8 @@ from peerd.core.messages.swarm import Commit, Mb, Moved, Position
 from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile
 from peerd.service.rpc.inbound import Inbound
 from tests.kit.exact import write_texts
-from tests.kit.stagescene import BATCH, Scene, digest, microbatch
-from tests.kit.training import small_run, swarm
+from tests.worlds.roles.stagescene import BATCH, Scene, digest, microbatch
+from tests.worlds.roles.training import small_run, swarm
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 STRANGER = Keypair.from_seed(b"not the conductor".ljust(32, b"."))

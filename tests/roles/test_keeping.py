@@ -23,7 +23,7 @@ from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import StateItem
 from peerd.training.catchup.validate import checked
 from peerd.training.checkpoints.keeper import Keeping
-from tests.kit.workers import InlineWorker
+from tests.worlds.machines.workers import InlineWorker
 
 RUN = RunFile(
     run="kept",

@@ -14,8 +14,8 @@ from peerd.core.messages.swarm import AverageAlive, AverageKey, Mb, Prepared
 from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile
 from peerd.service.rpc.rpc import Answer, MethodLimits
 from tests.kit.exact import write_texts
-from tests.kit.stagescene import BATCH, Scene, digest
-from tests.kit.training import Peer, small_run, swarm
+from tests.worlds.roles.stagescene import BATCH, Scene, digest
+from tests.worlds.roles.training import Peer, small_run, swarm
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 

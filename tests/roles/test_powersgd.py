@@ -19,7 +19,7 @@ from roles.aggregator import AuxRole
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
 from tests.kit.exact import Batches, run_file, write_texts
-from tests.kit.training import all_finished, reaches, replicas, swarm, with_line
+from tests.worlds.roles.training import all_finished, reaches, replicas, swarm, with_line
 
 STEPS = 24
 STEPS_FOR_A_NEWCOMER = 120  # a step takes milliseconds, and whoever joins a second or two

@@ -24,7 +24,7 @@ from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import write_texts
-from tests.kit.training import pinned, pipeline, reaches, small_run, swarm, until_equal
+from tests.worlds.roles.training import pinned, pipeline, reaches, small_run, swarm, until_equal
 
 
 def life_run(folder: Path) -> RunFile:

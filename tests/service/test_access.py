@@ -29,7 +29,18 @@ from peerd.machine.swarm.placement import Arrival
 from peerd.service.access import Present, Presented
 from peerd.service.swarm.contributions import Tally, TallyOf
 from peerd.service.swarm.directory import Directory
-from tests.kit.members import NOW, ORGANIZER, STRANGER, Club, Member, Papers, in_club, revoked, run_file, token
+from tests.worlds.network.members import (
+    NOW,
+    ORGANIZER,
+    STRANGER,
+    Club,
+    Member,
+    Papers,
+    in_club,
+    revoked,
+    run_file,
+    token,
+)
 
 
 async def refused(caller: Member, callee: Member, method: str = "other/1/ask") -> str:

@@ -11,8 +11,8 @@ from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import SimNet
-from tests.kit.hosts import keypair
-from tests.kit.virtual import addr_of, running_net, transport
+from tests.worlds.network.hosts import keypair
+from tests.worlds.network.virtual import addr_of, running_net, transport
 
 KEY = Key.of("run/stage/0")
 

@@ -19,8 +19,8 @@ from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-from tests.kit.virtualroles import PacedDevice, Roles, replica_world, virtual_run
-from tests.kit.world import home_world
+from tests.worlds.network.world import home_world
+from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 pytestmark = pytest.mark.slow
 

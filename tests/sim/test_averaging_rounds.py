@@ -22,7 +22,7 @@ from peerd.sim.programs import stack_on
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import Node, World, WorldConfig
 from tests.kit.amount import thorough
-from tests.kit.workers import InlineWorker
+from tests.worlds.machines.workers import InlineWorker
 
 ELEMENTS = 2_560_000  # float32: a tenth of ResNet-50
 SETUPS = {

@@ -32,11 +32,11 @@ from peerd.core.run.runfile import (
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
-from tests.kit.chaos import Chaos, in_no_thread
-from tests.kit.history import Histories
-from tests.kit.members import ORGANIZER
-from tests.kit.virtualroles import PacedDevice, Roles, virtual_run
-from tests.kit.world import home_line
+from tests.worlds.network.members import ORGANIZER
+from tests.worlds.network.world import home_line
+from tests.worlds.roles.chaos import Chaos, in_no_thread
+from tests.worlds.roles.history import Histories
+from tests.worlds.roles.virtualroles import PacedDevice, Roles, virtual_run
 
 CASES = range(int(os.environ.get("PEERD_CHAOS_CASES", "4")))
 

@@ -16,10 +16,10 @@ from peerd.sim.world import Node, World
 from peerd.training.stage.line_info import own_line
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-from tests.kit.training import pinned
-from tests.kit.virtualroles import Roles
-from tests.kit.world import home_world
 from tests.sim.test_training_swarm import run
+from tests.worlds.network.world import home_world
+from tests.worlds.roles.training import pinned
+from tests.worlds.roles.virtualroles import Roles
 
 __all__ = ["run"]  # a fixture
 

@@ -8,9 +8,9 @@ from trio.testing import MockClock
 from peerd.core.addr import is_relayed
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
-from tests.kit.athome import Homes
-from tests.kit.misfortunes import public_ip
-from tests.kit.world import home_line
+from tests.worlds.network.athome import Homes
+from tests.worlds.network.world import home_line
+from tests.worlds.roles.misfortunes import public_ip
 
 WRONG_S = -30.0
 

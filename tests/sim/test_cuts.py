@@ -9,8 +9,8 @@ import torch
 
 from peerd.sim.clock import run_virtual
 from tests.kit.amount import few
-from tests.kit.two_stages import MICROBATCH_S, STAGES, two_stage_run, two_stages
-from tests.kit.virtualroles import PacedDevice, Roles
+from tests.worlds.roles.two_stages import MICROBATCH_S, STAGES, two_stage_run, two_stages
+from tests.worlds.roles.virtualroles import PacedDevice, Roles
 
 FOLLOWER = "the follower of stage 0"
 CUTS = [  # between whom, and the peers that are left to be fast

@@ -26,10 +26,10 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.expert import ExpertRole
 from roles.trainer import TrainerRole
-from tests.kit.chaos import STEPS, Chaos, in_no_thread
-from tests.kit.virtualroles import PacedDevice, Roles, virtual_run
-from tests.kit.world import home_line
 from tests.sim.test_chaos import CASES, access_of
+from tests.worlds.network.world import home_line
+from tests.worlds.roles.chaos import STEPS, Chaos, in_no_thread
+from tests.worlds.roles.virtualroles import PacedDevice, Roles, virtual_run
 
 HOSTS, TRAINERS, EXPERTS, ROOM = 4, 2, 8, 4
 BACK_WITHIN_S = 120.0

@@ -17,7 +17,7 @@ from peerd.service.averaging.allreduce import Averaging
 from peerd.sim.clock import run_virtual
 from peerd.sim.world import Node
 from roles.trainer import TrainerRole
-from tests.kit.virtualroles import PacedDevice, Roles, replica_world, virtual_run
+from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 MICROBATCH_S = 4.0
 STEPS = 4

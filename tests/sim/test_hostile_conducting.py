@@ -36,7 +36,7 @@ from peerd.sim.clock import run_virtual
 from peerd.sim.world import Node
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
-from tests.kit.virtualroles import PacedDevice, Roles, replica_world, virtual_run
+from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 pytestmark = pytest.mark.slow
 Attack = Callable[["Hostile"], Awaitable[None]]

@@ -24,7 +24,7 @@ from peerd.sim.clock import run_virtual
 from peerd.sim.world import World
 from roles.stage import StageRole
 from tests.kit.amount import few, thorough
-from tests.kit.virtualroles import PacedDevice, Roles, pipeline_world, virtual_run
+from tests.worlds.roles.virtualroles import PacedDevice, Roles, pipeline_world, virtual_run
 
 T = TypeVar("T")
 WITHIN_S, WATCHED_S, STILL_S = 30.0, 100.0, 20.0

@@ -16,10 +16,10 @@ from peerd.sim.faults import inject, stall
 from peerd.sim.world import World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-from tests.kit.misfortunes import public_ip
-from tests.kit.training import pinned
-from tests.kit.virtualroles import Roles, virtual_run
-from tests.kit.world import home_world
+from tests.worlds.network.world import home_world
+from tests.worlds.roles.misfortunes import public_ip
+from tests.worlds.roles.training import pinned
+from tests.worlds.roles.virtualroles import Roles, virtual_run
 
 WITHIN_S = 15.0
 

@@ -16,7 +16,7 @@ from peerd.service.dht.dht import DhtConfig
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World, WorldConfig
-from tests.kit.world import home_line
+from tests.worlds.network.world import home_line
 
 HOSTS = int(os.environ.get("PEERD_TEST_HOSTS", "40"))  # 300 take five minutes, 1,000 fifteen
 COPIES = 8 if HOSTS <= 40 else 6  # of a value, when its publisher has waited for 10 s

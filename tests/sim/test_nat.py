@@ -12,8 +12,8 @@ from peerd.core.ids import PeerId
 from peerd.machine.connectivity.path_selection import Way
 from peerd.net.host.host import PeerUp
 from peerd.sim.nat import KINDS, Kind
-from tests.kit.homes import Neighbourhood, Peer, neighbourhood
-from tests.kit.hosts import ask
+from tests.worlds.network.homes import Neighbourhood, Peer, neighbourhood
+from tests.worlds.network.hosts import ask
 
 MIXED = [pytest.param(pair, marks=pytest.mark.slow) for pair in ((False, True), (True, False))]
 RESETS = [(False, False), (True, True), *MIXED]

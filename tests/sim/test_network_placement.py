@@ -16,8 +16,8 @@ from peerd.sim.world import World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.virtualroles import PacedDevice, Roles
-from tests.kit.world import home_world
+from tests.worlds.network.world import home_world
+from tests.worlds.roles.virtualroles import PacedDevice, Roles
 
 PLACES = {f"stage{number}": number // 3 for number in range(6)}
 THREE_PLACES = {f"stage{number}": number // 3 for number in range(9)}

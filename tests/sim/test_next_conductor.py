@@ -11,7 +11,7 @@ from peerd.core.run.runfile import AveragingSection, OptimizerSection
 from peerd.sim.clock import run_virtual
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
-from tests.kit.virtualroles import PacedDevice, Roles, replica_world, virtual_run
+from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 STEPS = 24
 

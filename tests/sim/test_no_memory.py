@@ -16,9 +16,9 @@ from trio.testing import MockClock
 from peerd.core.run.runfile import CheckpointSection, ModelSection
 from peerd.sim.world import World
 from roles.stage import StageRole
-from tests.kit.chaos import in_no_thread
-from tests.kit.history import Histories
-from tests.kit.virtualroles import PacedDevice, Roles, pipeline_world, virtual_run
+from tests.worlds.roles.chaos import in_no_thread
+from tests.worlds.roles.history import Histories
+from tests.worlds.roles.virtualroles import PacedDevice, Roles, pipeline_world, virtual_run
 
 PEERS = 4
 

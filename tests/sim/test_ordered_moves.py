@@ -27,8 +27,8 @@ from peerd.training.stage import moving
 from roles.stage import StageRole
 from tests.kit.amount import some
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.members import ORGANIZER, Papers, revoked, token
-from tests.kit.virtualroles import PacedDevice, Roles, pipeline_world
+from tests.worlds.network.members import ORGANIZER, Papers, revoked, token
+from tests.worlds.roles.virtualroles import PacedDevice, Roles, pipeline_world
 
 MICROBATCH_S = 3.0
 WITHIN_S = 900.0

@@ -13,7 +13,7 @@ from peerd.core.errors import LocalError
 from peerd.sim.clock import run_virtual
 from peerd.sim.memory import MemoryLink, MemoryTransport
 from peerd.sim.simnet import NetConfig, SimLine, SimNet, SimPath
-from tests.kit.virtual import addr_of, read_exactly, running_net
+from tests.worlds.network.virtual import addr_of, read_exactly, running_net
 
 BYTES_PER_MBIT = 125_000
 WIDE = NetConfig(window_bytes=1 << 30)  # no writer waits for a reader

@@ -15,8 +15,8 @@ from peerd.sim.clock import run_virtual
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.placed import FREE, Handover, PlacedRun, placed_world, step_times
-from tests.kit.virtualroles import Roles
+from tests.worlds.roles.placed import FREE, Handover, PlacedRun, placed_world, step_times
+from tests.worlds.roles.virtualroles import Roles
 
 REGION = np.array([0, 0, 1, 1])  # of four devices
 STAGE_OF = (0, 1, 0, 1)

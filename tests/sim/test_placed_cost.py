@@ -13,7 +13,7 @@ from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevic
 from peerd.machine.placement.search import arranged
 from peerd.machine.placement.starts import random_placement
 from scripts.benchmarks._placed_cost import WorkBytes, paper_s, paths_s
-from tests.kit.placed import Handover, PlacedRun
+from tests.worlds.roles.placed import Handover, PlacedRun
 
 MICROBATCHES = 4
 

@@ -11,8 +11,8 @@ import torch
 from peerd.sim.clock import run_virtual
 from peerd.sim.world import World
 from roles.trainer import TrainerRole
-from tests.kit.two_stages import MICROBATCH_S, two_stage_run, two_stages
-from tests.kit.virtualroles import PacedDevice, Roles
+from tests.worlds.roles.two_stages import MICROBATCH_S, two_stage_run, two_stages
+from tests.worlds.roles.virtualroles import PacedDevice, Roles
 
 TIMES_SLOWER = 4.0
 

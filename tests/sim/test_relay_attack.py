@@ -21,8 +21,8 @@ from peerd.service.connectivity.relay import Relay
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimLine
-from tests.kit.attackers import Tally, attack
-from tests.kit.hosts import Hosts, keypair, running_hosts
+from tests.worlds.network.attackers import Tally, attack
+from tests.worlds.network.hosts import Hosts, keypair, running_hosts
 
 PAIRS, PLACES, IDENTITIES = 3, 3, 6
 HONEST_BYTES_PER_S = 500_000

@@ -20,10 +20,10 @@ from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
-from tests.kit.together import Together, together
-from tests.kit.training import pinned
-from tests.kit.virtualroles import Roles
-from tests.kit.world import home_line, home_world
+from tests.worlds.network.world import home_line, home_world
+from tests.worlds.roles.together import Together, together
+from tests.worlds.roles.training import pinned
+from tests.worlds.roles.virtualroles import Roles
 
 ALL = (BackboneRole, StageRole, TrainerRole, AuxRole)
 # Every pair in a pipeline; the other order in which they begin, and whole replicas, take as long again.

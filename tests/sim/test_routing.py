@@ -17,7 +17,7 @@ from benchmarks._routing_flow import FlowRoutes
 
 from peerd.machine.pipeline.route_flow import RouteFlow
 from peerd.machine.pipeline.route_policy import InTurn, RoutePolicy
-from tests.kit.routesim import RouteSim
+from tests.worlds.machines.routesim import RouteSim
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import torch
 import trio
 
 from peerd.sim.clock import run_virtual
-from tests.kit.two_stages import two_stage_run, two_stages
-from tests.kit.virtualroles import PacedDevice, Roles
+from tests.worlds.roles.two_stages import two_stage_run, two_stages
+from tests.worlds.roles.virtualroles import PacedDevice, Roles
 
 MICROBATCH_S = 20.0
 STEPS, PEERS, STAGES = 2, 2, 2  # peers: of each stage

@@ -12,8 +12,8 @@ import trio
 
 from peerd.sim.clock import run_virtual
 from tests.kit.amount import few
-from tests.kit.two_stages import MICROBATCH_S, STAGES, two_stage_run, two_stages
-from tests.kit.virtualroles import PacedDevice, Roles
+from tests.worlds.roles.two_stages import MICROBATCH_S, STAGES, two_stage_run, two_stages
+from tests.worlds.roles.virtualroles import PacedDevice, Roles
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from peerd.core.ids import Key
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.world import Churn, Node, World, WorldConfig
-from tests.kit.world import home_line, joined
+from tests.worlds.network.world import home_line, joined
 
 PEERS = 30
 RECORDS = 12

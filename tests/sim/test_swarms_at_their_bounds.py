@@ -16,7 +16,7 @@ from peerd.machine.conductor.member_list import MemberList
 from peerd.service.conductor import tenure
 from peerd.sim.clock import run_virtual
 from roles.stage import StageRole
-from tests.kit.virtualroles import Roles, pipeline_world, virtual_run
+from tests.worlds.roles.virtualroles import Roles, pipeline_world, virtual_run
 
 STEPS = 110
 

@@ -6,10 +6,10 @@ from trio.testing import MockClock
 
 from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
-from tests.kit.athome import Homes
-from tests.kit.members import Organizer, run_file
-from tests.kit.misfortunes import public_ip
-from tests.kit.world import home_line
+from tests.worlds.network.athome import Homes
+from tests.worlds.network.members import Organizer, run_file
+from tests.worlds.network.world import home_line
+from tests.worlds.roles.misfortunes import public_ip
 
 OTHERS = 10  # whose clocks are enough: the bootstrap peer has nothing to ask the one that it refuses
 REFRESHED_WITHIN_S = 60.0  # its papers are looked at, and its entry peers asked, every twenty seconds

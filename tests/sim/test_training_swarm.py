@@ -17,7 +17,7 @@ from peerd.sim.clock import run_virtual
 from peerd.sim.world import World
 from roles.stage import StageRole
 from tests.kit.amount import thorough
-from tests.kit.virtualroles import Roles, pipeline_world, virtual_run
+from tests.worlds.roles.virtualroles import Roles, pipeline_world, virtual_run
 
 STEPS = 30
 TRAINERS = ("trainer0", "trainer1")

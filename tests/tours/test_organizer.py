@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scripts.lab import WideLab, why_not_wide
-from tests.kit.tour import Running, Shell
+from tests.worlds.processes.tour import Running, Shell
 
 pytestmark = [pytest.mark.lab, pytest.mark.thorough, pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
 

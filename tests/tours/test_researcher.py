@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from scripts.waiting import eventually
-from tests.kit.processes import LISTEN, processes
-from tests.kit.tour import shells
+from tests.worlds.processes.processes import LISTEN, processes
+from tests.worlds.processes.tour import shells
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOP = """\

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from scripts.waiting import eventually
-from tests.kit.processes import LISTEN, processes, run_file
-from tests.kit.tour import Shell, shells
+from tests.worlds.processes.processes import LISTEN, processes, run_file
+from tests.worlds.processes.tour import Shell, shells
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
 

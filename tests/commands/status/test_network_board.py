@@ -15,7 +15,7 @@ from peerd.core.run.runfile import OptimizerSection
 from peerd.log import EventLog
 from peerd.service.run_services import RunServices
 from peerd.sim.clock import run_virtual
-from tests.kit.virtualroles import PacedDevice, Roles, replica_world, virtual_run
+from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 
 async def look(seed: int, roles: Roles) -> tuple[dict[str, Any], dict[str, Any], list[str]]:

@@ -14,7 +14,7 @@ from peerd.commands.status.status_board import SWARM_RARELY_S, RoleState, Status
 from peerd.core.run.runfile import OptimizerSection
 from peerd.log import EventLog
 from peerd.sim.clock import run_virtual
-from tests.kit.virtualroles import PacedDevice, Roles, replica_world, virtual_run
+from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 
 def rows_of(told: dict[str, Any]) -> dict[str, dict[str, Any]]:

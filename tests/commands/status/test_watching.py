@@ -19,8 +19,8 @@ from peerd.commands.status.curve_file import CurveFile
 from peerd.commands.status.watch_view import Watcher
 from peerd.home import socket_path
 from peerd.screen.frame import compose
-from tests.kit.terminal import Grid, terminal
 from tests.test_view import snapshot
+from tests.worlds.processes.terminal import Grid, terminal
 
 WHY = "stage 1 has no peers"
 

@@ -22,7 +22,7 @@ from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.frame import TensorFrame
 from peerd.core.run.runfile import BoundarySection
 from peerd.core.work import Worker
-from tests.kit.workers import InlineWorker
+from tests.worlds.machines.workers import InlineWorker
 
 T = TypeVar("T")
 LARGE = 3 << 20  # values: three chunks of codes of 8 bits

@@ -24,7 +24,7 @@ from peerd.compute.file_index import INDEX_NAME, FileIndex, IndexedFile, make_in
 from peerd.core.errors import ConfigError
 from peerd.core.limits import DATA_FILE_BYTES, INDEX_NAME_CHARS
 from peerd.core.run.runfile import SourceSection
-from tests.kit.webserver import serving
+from tests.worlds.processes.webserver import serving
 
 NAMES = st.one_of(
     st.text(max_size=30), st.lists(st.sampled_from(["a", "..", ".", "", "b.txt", "\\", "%2e%2e"])).map("/".join)

@@ -29,7 +29,7 @@ from peerd.core.run.runfile import (
     PipelineSection,
     RunFile,
 )
-from tests.kit.expert_network import NearExperts
+from tests.worlds.roles.expert_network import NearExperts
 
 EXPERTS = ExpertsSection(block="ffn", grid=[3, 4], top_k=3, balance=0.1)
 MB = Mb("trainer", 1)

@@ -24,8 +24,8 @@ from peerd.core.errors import ConfigError
 from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.service.experts.vault_disk import VaultDisk, digests_of
-from tests.kit.expertpeers import pointer_to
 from tests.kit.exporting import Alone, make_run, save
+from tests.worlds.roles.expertpeers import pointer_to
 
 EXPERTS = ExpertsSection(block="ffn", hidden=12, grid=[2, 3], top_k=3, layers=2, k_min=1)
 
@@ -91,9 +91,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", ["ffn", "ffn1"])
-def test_the_torch_files_alone_compute_what_trunk_and_experts_compute(
-    block: str, tmp_path: Path, alone: Alone
-) -> None:
+def test_the_torch_files_alone_compute_what_trunk_and_experts_compute(block: str, tmp_path: Path, alone: Alone) -> None:
     swarm = Swarm(run_with(block=block), tmp_path / "peers")
     for uid in swarm.uids:
         swarm.keep(uid, 4)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from peerd.core.errors import ProtocolViolation
 from peerd.core.keys import Keypair
 from peerd.machine.access.members import Roll
-from tests.kit.members import NOW, ORGANIZER, STRANGER, revoked, token
+from tests.worlds.network.members import NOW, ORGANIZER, STRANGER, revoked, token
 
 PEERS = [Keypair.from_seed(bytes([number]) * 32).peer_id for number in range(1, 5)]
 

@@ -19,7 +19,7 @@ from peerd.machine.averaging.topology import Grouping, Ordered, foretold_mates
 from peerd.machine.averaging.work_split import Lines
 from peerd.machine.conductor.conductor import Conductor, ConductorConfig
 from peerd.machine.swarm.events import CancelAttempt, MemberGone, PrepareEnded, SendMove, SendPrepare
-from tests.kit.conducting import first_order
+from tests.worlds.machines.conducting import first_order
 
 MB = 1e6
 TERMS = Terms(1 << 20, 5.0)

@@ -19,7 +19,7 @@ from peerd.machine.swarm.events import (
     SendPrepare,
     TrainerReport,
 )
-from tests.kit.conducting import hello
+from tests.worlds.machines.conducting import hello
 
 
 class Run:

@@ -20,7 +20,7 @@ from peerd.machine.swarm.events import (
     TrainerReport,
 )
 from peerd.machine.swarm.revisions import Versions
-from tests.kit.conducting import hello
+from tests.worlds.machines.conducting import hello
 
 GENUINE = b"signed"
 

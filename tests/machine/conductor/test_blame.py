@@ -9,7 +9,7 @@ from peerd.machine.conductor.recovery import Established
 from peerd.machine.swarm.events import Note, Origin
 from peerd.machine.swarm.revisions import Versions
 from peerd.machine.swarm.roster import Roster
-from tests.kit.conducting import hello
+from tests.worlds.machines.conducting import hello
 
 TRAINERS = "tuvw"
 

@@ -19,7 +19,7 @@ from peerd.machine.swarm.events import (
     SendMove,
 )
 from peerd.machine.swarm.roster import START
-from tests.kit.conducting import hello
+from tests.worlds.machines.conducting import hello
 
 KEPT = Position(50, b"kept")
 

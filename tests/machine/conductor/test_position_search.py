@@ -12,7 +12,7 @@ from peerd.machine.conductor.phases import Course
 from peerd.machine.conductor.position_search import PositionSearch
 from peerd.machine.swarm.events import ConductorConfig, MemberHello, Origin, SendMove
 from peerd.machine.swarm.roster import START, Roster
-from tests.kit.conducting import hello
+from tests.worlds.machines.conducting import hello
 
 OLD, NOW, NEXT = Position(4, b"old"), Position(5, b"now"), Position(6, b"next")
 CONFIG = ConductorConfig(stages=2, microbatches=1, first_save=2, gather_s=1.0, broken_s=3.0, hearsay_s=60.0)

@@ -22,7 +22,7 @@ from peerd.machine.swarm.events import (
     SendPrepare,
     TrainerReport,
 )
-from tests.kit.conducting import hello
+from tests.worlds.machines.conducting import hello
 
 MBS = 2
 GENUINE = b"signed"

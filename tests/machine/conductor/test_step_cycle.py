@@ -19,7 +19,7 @@ from peerd.machine.swarm.events import (
     SendPrepare,
 )
 from peerd.machine.swarm.events import TrainerReport as Report
-from tests.kit.conducting import hello
+from tests.worlds.machines.conducting import hello
 
 MEMBERS = "abc"  # of the stages 0, 1 and 2
 

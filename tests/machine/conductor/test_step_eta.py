@@ -18,7 +18,7 @@ from peerd.machine.swarm.events import (
     SendPrepare,
     TrainerReport,
 )
-from tests.kit.conducting import hello
+from tests.worlds.machines.conducting import hello
 
 BATCH = 4
 COMPUTING_S, AVERAGING_S = 5.0, 3.0

@@ -12,7 +12,7 @@ from peerd.machine.buffers import BufferPool
 from peerd.machine.mux import session
 from peerd.machine.mux.session import ACK, DATA, FIN, HEADER, PING, RST, SYN, WINDOW, Dead, GoneAway, Pong, Yamux
 from peerd.machine.mux.stream import INITIAL_WINDOW, WindowBudget, YamuxConfig, YamuxStream
-from tests.kit.muxpair import MuxPair, Side
+from tests.worlds.machines.muxpair import MuxPair, Side
 
 
 def frame(kind: int, flags: int, stream: int, length: int, body: bytes = b"") -> bytes:

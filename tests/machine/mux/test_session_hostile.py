@@ -12,7 +12,7 @@ from peerd.core.errors import ProtocolViolation, Unreachable
 from peerd.machine.mux import session
 from peerd.machine.mux.session import DATA, RST, SYN, WINDOW, Yamux
 from peerd.machine.mux.stream import YamuxStream
-from tests.kit.hostile import frame
+from tests.worlds.network.hostile import frame
 
 
 @pytest.mark.slow

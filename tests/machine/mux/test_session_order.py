@@ -9,7 +9,7 @@ import pytest
 from peerd.machine.mux.frames import DATA, FIN, HEADER
 from peerd.machine.mux.session import Yamux, YamuxStream
 from peerd.machine.secure.noise import PLAIN_BYTES
-from tests.kit.muxpair import MuxPair
+from tests.worlds.machines.muxpair import MuxPair
 
 LARGE = 4 << 20
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peerd.machine.mux.session import YamuxStream
 from peerd.machine.mux.stream import WindowBudget, YamuxConfig
 from tests.kit.amount import examples
-from tests.kit.muxpair import MuxPair, Side
+from tests.worlds.machines.muxpair import MuxPair, Side
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # a seed does not shrink to anything simpler
 CONFIG = YamuxConfig(streams_inbound=1000, streams_outbound=6, window_bytes_max=1 << 20)

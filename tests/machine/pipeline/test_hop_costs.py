@@ -8,7 +8,7 @@ import pytest
 
 from peerd.core.messages.handover import Hop
 from peerd.machine.pipeline.hop_costs import TRAINER, HopCosts, within
-from tests.kit.routesim import RECEIPT
+from tests.worlds.machines.routesim import RECEIPT
 
 
 def costs() -> HopCosts:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peerd.core.messages.handover import Hop
 from peerd.machine.pipeline.route_flow import RouteFlow
 from peerd.machine.pipeline.route_policy import InTurn
-from tests.kit.routesim import RECEIPT, RouteSim
+from tests.worlds.machines.routesim import RECEIPT, RouteSim
 
 EAST = {"a0", "b0", "a1", "b1", "a2", "b2"}
 SIX = [[f"{letter}{stage}" for letter in "abcdef"] for stage in range(3)]

@@ -11,7 +11,7 @@ import pytest
 from peerd.machine.placement.matching import bottleneck
 from peerd.machine.placement.path import EXACT_STAGES, _improved, least_length, length_of, open_path
 from peerd.machine.placement.problem import Matrix
-from tests.kit.placements import drawn_costs, least_bottleneck
+from tests.worlds.machines.placements import drawn_costs, least_bottleneck
 
 
 def drawn_edges(rng: Random, stages: int) -> Matrix:

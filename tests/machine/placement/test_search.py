@@ -22,7 +22,7 @@ from peerd.machine.placement.problem import (
 from peerd.machine.placement.search import Plan, SearchOptions, arranged, cost_of, plan
 from peerd.machine.placement.starts import random_placement
 from tests.kit.amount import some
-from tests.kit.placements import best_by_definition, cost_by_definition, drawn_problem
+from tests.worlds.machines.placements import best_by_definition, cost_by_definition, drawn_problem
 
 
 def planned(problem: PlacementProblem, seed: int = 0, start: StagePlacement | None = None, **options: object) -> Plan:

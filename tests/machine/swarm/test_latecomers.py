@@ -18,7 +18,7 @@ from peerd.machine.swarm.events import (
 )
 from peerd.machine.swarm.latecomers import Latecomers
 from peerd.machine.swarm.roster import Roster
-from tests.kit.conducting import hello
+from tests.worlds.machines.conducting import hello
 
 STEP_S = 1.0
 

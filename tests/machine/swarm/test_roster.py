@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from peerd.core.messages.swarm import MAX_MEMBERS, LineInfo, Mb, Position
 from peerd.machine.swarm.roster import START, Roster, RosterEntry
-from tests.kit.conducting import hello
+from tests.worlds.machines.conducting import hello
 
 ONE, TWO = Position(1, b"one"), Position(2, b"two")
 MBS = frozenset({Mb("t", 1), Mb("t", 2)})

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from peerd.net.gateway.natpmp import NatPmp, external_request, map_request, parse_external, parse_mapped
 from peerd.net.gateway.router import Mapped, NoMapping
 from peerd.net.gateway.upnp import Igd
-from tests.kit.fakerouter import igd_router, natpmp_router
+from tests.worlds.processes.fakerouter import igd_router, natpmp_router
 
 needs_library = pytest.mark.skipif(
     importlib.util.find_spec("miniupnpc") is None, reason="the extra peerd[portmap] is not installed"

@@ -12,7 +12,7 @@ from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDRS_PER_PEER, PEERS_KNOWN
 from peerd.net.host.dialer import STAGGER_S, AddressBook, Dialer
-from tests.kit.hosts import keypair
+from tests.worlds.network.hosts import keypair
 
 PEER, OTHER = keypair("peer").peer_id, keypair("other").peer_id
 FAR, NEAR, HERE = (tcp_addr(ip, 4001) for ip in ("8.8.8.8", "192.168.1.5", "127.0.0.1"))

@@ -18,8 +18,8 @@ from peerd.net.link.stream import Stream
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimNet
-from tests.kit.hosts import keypair
-from tests.kit.virtual import running_net
+from tests.worlds.network.hosts import keypair
+from tests.worlds.network.virtual import running_net
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 RELAY = keypair("relay").peer_id

@@ -17,7 +17,7 @@ from peerd.net.host.host import Host, HostConfig, PeerDown, PeerUp
 from peerd.net.link.config import LinkConfig
 from peerd.net.link.stream import Stream
 from peerd.sim.simnet import NetConfig
-from tests.kit.hosts import Hosts, ask, echo, echoing, keypair, running_hosts
+from tests.worlds.network.hosts import Hosts, ask, echo, echoing, keypair, running_hosts
 
 Clock = trio.testing.MockClock
 

@@ -14,7 +14,7 @@ from peerd.net.clock import RealClock
 from peerd.net.host.host import Host, PeerDown
 from peerd.net.link import upgrade
 from peerd.net.tcp.tcp_transport import TcpTransport
-from tests.kit.hosts import ask, echo, keypair
+from tests.worlds.network.hosts import ask, echo, keypair
 
 pytestmark = pytest.mark.socket
 LOOPBACK = parse_addr("/ip4/127.0.0.1/tcp/0")

@@ -14,7 +14,7 @@ from peerd.core.protobuf.wire import bytes_field
 from peerd.core.varint import encode_varint
 from peerd.net.host.identify import IDENTIFY, IDENTIFY_PUSH
 from peerd.net.link.stream import Stream
-from tests.kit.hosts import ask, echo, running_hosts
+from tests.worlds.network.hosts import ask, echo, running_hosts
 
 LARGE = bytes_field(99, bytes(IDENTIFY_BYTES // 2))  # of a kind that is not known here
 

@@ -23,8 +23,8 @@ from peerd.net.link.config import LinkConfig
 from peerd.net.link.stream import Stream
 from peerd.net.link.upgrade import Secured, upgrade
 from peerd.net.transport import RawLink
-from tests.kit.hosts import Hosts, ask, echo, keypair, running_hosts
-from tests.kit.virtual import transport
+from tests.worlds.network.hosts import Hosts, ask, echo, keypair, running_hosts
+from tests.worlds.network.virtual import transport
 
 Clock = trio.testing.MockClock
 

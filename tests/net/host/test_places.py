@@ -17,8 +17,8 @@ from peerd.net.link.stream import Stream
 from peerd.sim.clock import SimClock
 from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimNet
-from tests.kit.hosts import ask, echo, keypair
-from tests.kit.virtual import running_net
+from tests.worlds.network.hosts import ask, echo, keypair
+from tests.worlds.network.virtual import running_net
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 ADDR = tcp_addr("81.0.0.1", 4001)

@@ -18,9 +18,9 @@ from peerd.machine.mux.stream import YamuxStream
 from peerd.machine.mux.striping import PLACED, PLACED_HEADER
 from peerd.net.host.host import Host
 from peerd.net.link.stream import Stream
-from tests.kit.hostile import Hostile, enter, frame, hello, secrets
-from tests.kit.hosts import Hosts, ask, echo, running_hosts
-from tests.kit.virtual import transport
+from tests.worlds.network.hostile import Hostile, enter, frame, hello, secrets
+from tests.worlds.network.hosts import Hosts, ask, echo, running_hosts
+from tests.worlds.network.virtual import transport
 
 JUNK = b"\xff" * 12  # no frame
 

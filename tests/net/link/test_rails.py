@@ -25,10 +25,10 @@ from peerd.net.link.upgrade import Secured, upgrade
 from peerd.net.tcp_info import TcpInfo
 from peerd.sim.memory import MemoryLink
 from peerd.sim.simnet import NetConfig
-from tests.kit.hostile import enter
-from tests.kit.hostile import secrets as hostile_secrets
-from tests.kit.hosts import Hosts, ask, echo, keypair, running_hosts
-from tests.kit.virtual import transport
+from tests.worlds.network.hostile import enter
+from tests.worlds.network.hostile import secrets as hostile_secrets
+from tests.worlds.network.hosts import Hosts, ask, echo, keypair, running_hosts
+from tests.worlds.network.virtual import transport
 
 Clock = trio.testing.MockClock
 ONE_WAY_S = 0.025  # of each access line: 100 ms there and back

@@ -10,9 +10,9 @@ from peerd.machine.mux.frames import DATA, SYN
 from peerd.net.host.host import Host, HostConfig
 from peerd.net.link.stream import Stream
 from peerd.net.transport import Transport
-from tests.kit.hostile import Hostile, enter, frame, hello, secrets
-from tests.kit.hosts import Hosts, ask, echo, running_hosts
-from tests.kit.virtual import transport
+from tests.worlds.network.hostile import Hostile, enter, frame, hello, secrets
+from tests.worlds.network.hosts import Hosts, ask, echo, running_hosts
+from tests.worlds.network.virtual import transport
 
 FILL = 200_000  # of one stream
 LINK, ALL = 2 << 20, 5 << 20

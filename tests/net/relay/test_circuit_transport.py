@@ -26,9 +26,9 @@ from peerd.net.relay.circuit_link import CircuitLink
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.net.transport import LendingLink, RawLink
 from peerd.sim.clock import EPOCH_S
-from tests.kit.circuits import Client, behind, relayed, start_client, start_relay
-from tests.kit.hosts import Hosts, ask, echo, keypair, running_hosts
 from tests.net.compliance import Ends, TransportCompliance
+from tests.worlds.network.circuits import Client, behind, relayed, start_client, start_relay
+from tests.worlds.network.hosts import Hosts, ask, echo, keypair, running_hosts
 
 
 class _Dialer:

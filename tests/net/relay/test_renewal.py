@@ -14,7 +14,7 @@ from peerd.core.protobuf.circuit import Limit
 from peerd.net.link.stream import Stream
 from peerd.net.relay.circuit_link import CircuitLink
 from peerd.net.relay.renewal import Renewal
-from tests.kit.hosts import keypair
+from tests.worlds.network.hosts import keypair
 
 PEER, RELAY = keypair("peer").peer_id, keypair("relay").peer_id
 

@@ -19,7 +19,7 @@ from peerd.net.tcp.interfaces import NetworkPlace, here
 from peerd.net.tcp.listen import open_listeners
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.net.transport import Listener, NoSuchFamily, RawLink
-from tests.kit.hosts import running_hosts
+from tests.worlds.network.hosts import running_hosts
 
 FOUR, SIX = parse_addr("/ip4/0.0.0.0/tcp/0"), parse_addr("/ip6/::/tcp/0")
 Entry = namedtuple("Entry", "family address netmask")

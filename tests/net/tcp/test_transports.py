@@ -16,8 +16,8 @@ from peerd.core.addr import parse_addr, tcp_place
 from peerd.core.errors import ConfigError, Unreachable
 from peerd.net.tcp.tcp_transport import TcpLink, TcpTransport
 from peerd.net.transport import LendingLink
-from tests.kit.virtual import addr_of, running_net, transport
 from tests.net.compliance import LOOPBACK, Ends, TransportCompliance, on_loopback, read_exactly
+from tests.worlds.network.virtual import addr_of, running_net, transport
 
 
 class TestMemory(TransportCompliance):

@@ -24,8 +24,8 @@ from peerd.core.messages.swarm import AverageKey
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.service.averaging.allreduce import METHOD, Averaging, PartCoder, PlainParts, Vector
 from peerd.service.rpc.rpc import Rpc
-from tests.kit.fakehost import FakeNet, TrioClock, fake_net
-from tests.kit.workers import InlineWorker
+from tests.worlds.machines.fakehost import FakeNet, TrioClock, fake_net
+from tests.worlds.machines.workers import InlineWorker
 
 T = TypeVar("T")
 

@@ -25,8 +25,8 @@ from peerd.service.averaging.allreduce import Averaging
 from peerd.service.rpc.rpc import CallStream
 from peerd.service.run_services import Carries
 from peerd.training.stage.averaging import Rounds, Total
-from tests.kit.workers import InlineWorker
 from tests.service.averaging.test_allreduce import Node, group, send_part
+from tests.worlds.machines.workers import InlineWorker
 
 LAYOUT = Layout(("a", "b", "c"), (torch.Size((60, 40)), torch.Size((60,)), torch.Size((33, 21))))
 RANK = 3

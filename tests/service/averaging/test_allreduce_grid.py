@@ -24,9 +24,9 @@ from peerd.machine.averaging.topology import Grouping
 from peerd.machine.averaging.work_split import Lines
 from peerd.service.averaging import open_round
 from peerd.service.averaging.allreduce import METHOD, PartCoder, Vector
-from tests.kit.fakehost import FakeNet
-from tests.kit.workers import InlineWorker
 from tests.service.averaging.test_allreduce import Node, group
+from tests.worlds.machines.fakehost import FakeNet
+from tests.worlds.machines.workers import InlineWorker
 
 ATTEMPT = b"g" * 16
 PATIENCE_S = 5.0

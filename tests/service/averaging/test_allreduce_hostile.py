@@ -21,9 +21,9 @@ from peerd.core.messages.swarm import AverageKey, Mbs, Party, Prepare
 from peerd.machine.averaging.allreduce import AveragingPlan, Part, RoundFailed
 from peerd.service.averaging.allreduce import METHOD, PartCoder, PlainParts, Vector
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming, MethodLimits
-from tests.kit.fakehost import FakeNet
-from tests.kit.workers import InlineWorker
 from tests.service.averaging.test_allreduce import Node, group, plan
+from tests.worlds.machines.fakehost import FakeNet
+from tests.worlds.machines.workers import InlineWorker
 
 T = TypeVar("T")
 LENGTH = 3000  # float32: a share of each of three in four parts of 1 KiB

@@ -14,8 +14,8 @@ from peerd.core.messages.swarm import AverageKey
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.service.averaging.allreduce import METHOD, PlainParts, Vector
 from peerd.service.rpc.rpc import CallStream, Incoming
-from tests.kit.workers import InlineWorker
 from tests.service.averaging.test_allreduce import Node, group, run_all, send_part
+from tests.worlds.machines.workers import InlineWorker
 
 
 def plan(

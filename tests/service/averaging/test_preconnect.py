@@ -13,7 +13,7 @@ from peerd.service.averaging.preconnect import Assembling
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.swarm.directory import Directory
-from tests.kit.fakehost import FakeHost, TrioClock, fake_net
+from tests.worlds.machines.fakehost import FakeHost, TrioClock, fake_net
 
 
 class Trusting:

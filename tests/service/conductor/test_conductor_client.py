@@ -19,7 +19,7 @@ from peerd.core.messages.swarm import Leave, MemberInfo
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.swarm.directory import StagePeer
-from tests.kit.fakehost import FakeNet, TrioClock, fake_net
+from tests.worlds.machines.fakehost import FakeNet, TrioClock, fake_net
 
 
 class Announced:

@@ -12,7 +12,7 @@ from peerd.core.messages.encoding import Empty
 from peerd.net.host.host import PeerDown
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
 from peerd.sim.clock import SimClock
-from tests.kit.hosts import running_hosts
+from tests.worlds.network.hosts import running_hosts
 
 CALL_S = 10.0
 FRAME = TensorFrame("uint8", (4,), memoryview(b"four"))

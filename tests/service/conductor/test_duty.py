@@ -16,8 +16,8 @@ from peerd.core.messages.swarm import MemberInfo, Position
 from peerd.machine.conductor.phases import Phase
 from peerd.machine.swarm.posts import post_name
 from peerd.service.swarm.directory import StagePeer
-from tests.kit.conducting import hello
-from tests.kit.conductor_scene import OTHER, OWN, THIRD, Scene, running
+from tests.worlds.machines.conducting import hello
+from tests.worlds.machines.conductor_scene import OTHER, OWN, THIRD, Scene, running
 
 
 async def test_the_duty_is_taken_on_only_in_turn_and_while_this_peer_runs(autojump_clock: MockClock) -> None:

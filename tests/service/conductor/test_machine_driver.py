@@ -14,8 +14,8 @@ from peerd.machine.swarm.events import MemberGone, Output, PrepareEnded, Probe, 
 from peerd.machine.swarm.posts import post_name
 from peerd.machine.swarm.roster import START
 from peerd.service.conductor.machine_driver import MEMBERS
-from tests.kit.conducting import hello
-from tests.kit.conductor_scene import OTHER, OWN, Scene, running
+from tests.worlds.machines.conducting import hello
+from tests.worlds.machines.conductor_scene import OTHER, OWN, Scene, running
 
 POST = post_name(OTHER.peer_id.text, 0)
 

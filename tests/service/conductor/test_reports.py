@@ -15,7 +15,7 @@ from peerd.core.messages.swarm import Done, Leave, LineInfo, MemberAnswer, Seqs,
 from peerd.machine.swarm.posts import post_name
 from peerd.machine.swarm.roster import START
 from peerd.service.rpc.rpc import Incoming
-from tests.kit.conductor_scene import OTHER, OWN, RUN, THIRD, member, running, trainer
+from tests.worlds.machines.conductor_scene import OTHER, OWN, RUN, THIRD, member, running, trainer
 
 
 async def test_what_is_meant_for_another_run_is_refused(autojump_clock: MockClock) -> None:

@@ -13,7 +13,7 @@ from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.swarm.events import ConductorConfig, MemberGone
 from peerd.service.conductor.grants import Granting
 from peerd.service.conductor.tenure import Tenure
-from tests.kit.conducting import hello
+from tests.worlds.machines.conducting import hello
 
 RUN = b"r" * 16
 OWN = Keypair.from_seed(b"conductor".ljust(32, b"."))

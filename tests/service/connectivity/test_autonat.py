@@ -16,7 +16,7 @@ from peerd.net.link.delimited import receive_message, send_message
 from peerd.net.link.stream import Stream
 from peerd.service.connectivity.autonat import Reach
 from peerd.sim import nat as sim
-from tests.kit.internet import PORT, internet
+from tests.worlds.network.internet import PORT, internet
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 

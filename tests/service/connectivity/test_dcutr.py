@@ -18,8 +18,8 @@ from peerd.machine.connectivity.hole_punch import FIRST_PAUSE_S
 from peerd.machine.connectivity.path_selection import Way
 from peerd.net.link.delimited import receive_message, send_message
 from peerd.net.link.stream import Stream
-from tests.kit.homes import Neighbourhood, Peer, neighbourhood
-from tests.kit.hosts import ask
+from tests.worlds.network.homes import Neighbourhood, Peer, neighbourhood
+from tests.worlds.network.hosts import ask
 
 JUNK = [
     parse_addr(text)

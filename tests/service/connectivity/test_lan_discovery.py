@@ -22,7 +22,7 @@ from peerd.core.limits import ADDRS_PER_PEER, LAN_DIALS, LAN_PEERS
 from peerd.net.host.host import Host
 from peerd.net.mdns import Mdns, NoDiscovery, addrs_in, text_of
 from peerd.service.connectivity.lan_discovery import LanConfig, LanDiscovery
-from tests.kit.hosts import Hosts, keypair, running_hosts
+from tests.worlds.network.hosts import Hosts, keypair, running_hosts
 
 needs_library = pytest.mark.skipif(
     importlib.util.find_spec("zeroconf") is None, reason="the extra peerd[lan] is not installed"

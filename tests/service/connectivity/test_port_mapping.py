@@ -16,7 +16,7 @@ from peerd.core.addr import tcp_addr
 from peerd.net.gateway.router import Mapped, NoMapping
 from peerd.net.host.host import Host
 from peerd.service.connectivity.port_mapping import PortMapConfig, PortMapping
-from tests.kit.hosts import running_hosts
+from tests.worlds.network.hosts import running_hosts
 
 PUBLIC = tcp_addr("9.8.7.6", 4001)
 CONFIG = PortMapConfig()

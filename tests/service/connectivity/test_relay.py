@@ -20,8 +20,8 @@ from peerd.net.host.host import Host
 from peerd.net.link.delimited import receive_message, send_message
 from peerd.net.transport import RawLink
 from peerd.service.connectivity.relay import Relay
-from tests.kit.circuits import Client, behind, relayed, start_client, start_relay
-from tests.kit.hosts import ask, echo, keypair, running_hosts
+from tests.worlds.network.circuits import Client, behind, relayed, start_client, start_relay
+from tests.worlds.network.hosts import ask, echo, keypair, running_hosts
 
 
 async def circuit_to(a: Client, b: Client, relay: Host) -> RawLink:

@@ -15,8 +15,8 @@ from peerd.machine.connectivity.path_selection import Way
 from peerd.machine.connectivity.reachability import Kind
 from peerd.service.swarm.directory import Directory
 from peerd.sim import nat as sim
-from tests.kit.hosts import ask, echo
-from tests.kit.internet import Peers, internet
+from tests.worlds.network.hosts import ask, echo
+from tests.worlds.network.internet import Peers, internet
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 

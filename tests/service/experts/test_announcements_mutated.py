@@ -12,9 +12,9 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.encoding import encode
 from peerd.core.messages.experts import Announced, Name
 from peerd.service.experts.expert_directory import ExpertDirectory
-from tests.kit.expertworld import experts_run
-from tests.kit.fakehost import TrioClock
 from tests.kit.mutate import mutated
+from tests.worlds.machines.fakehost import TrioClock
+from tests.worlds.network.expertworld import experts_run
 
 LIAR = PeerId.from_public_key(bytes(32))
 

@@ -13,7 +13,7 @@ from peerd.core.frame import TensorFrame, expected_bytes
 from peerd.core.messages.encoding import Empty
 from peerd.service.experts.answer_check import AnswerCheck, is_finite
 from peerd.service.rpc.rpc import Answer
-from tests.kit.workers import InlineWorker
+from tests.worlds.machines.workers import InlineWorker
 
 BAD = [float("nan"), float("inf"), -float("inf")]
 

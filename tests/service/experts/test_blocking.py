@@ -16,7 +16,7 @@ from peerd.core.errors import LocalError, TooFewExperts, Unreachable
 from peerd.core.experts.contract import ExpertAsk, ExpertCaller, ExpertReply, Served
 from peerd.core.experts.grid import Uid
 from peerd.service.experts.blocking import BlockingExperts
-from tests.kit.expertworld import asks_for, frame
+from tests.worlds.network.expertworld import asks_for, frame
 
 A = Uid(0, (1, 2))
 SCORES = [np.zeros((1, 4), np.float32)] * 2

@@ -15,7 +15,15 @@ from peerd.core.experts.contract import ExpertAsk, ExpertReply, Served
 from peerd.core.experts.grid import Uid
 from peerd.core.messages.experts import Backward, Gradient
 from peerd.service.rpc.rpc import Answer, Incoming
-from tests.kit.expertworld import ExpertPeer, ExpertWorld, asks_for, experts_run, frame, in_expert_world, values_of
+from tests.worlds.network.expertworld import (
+    ExpertPeer,
+    ExpertWorld,
+    asks_for,
+    experts_run,
+    frame,
+    in_expert_world,
+    values_of,
+)
 
 A, B, C = Uid(0, (1, 2)), Uid(0, (1, 3)), Uid(0, (2, 0))
 

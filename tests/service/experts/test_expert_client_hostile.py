@@ -17,7 +17,7 @@ from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.experts import Output
 from peerd.service.rpc.rpc import Answer, Incoming
-from tests.kit.expertworld import (
+from tests.worlds.network.expertworld import (
     ExpertPeer,
     ExpertWorld,
     announcements,

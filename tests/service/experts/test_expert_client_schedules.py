@@ -18,7 +18,7 @@ from peerd.core.experts.contract import ExpertAsk
 from peerd.core.experts.grid import Uid
 from peerd.core.messages.experts import Output
 from peerd.service.rpc.rpc import Answer, Incoming
-from tests.kit.expertworld import ExpertPeer, ExpertWorld, experts_run, frame, in_expert_world, values_of
+from tests.worlds.network.expertworld import ExpertPeer, ExpertWorld, experts_run, frame, in_expert_world, values_of
 
 TIMEOUT_S, SAMPLES = 4.0, 6
 

@@ -15,9 +15,9 @@ from peerd.core.experts.grid import Uid, coordinates_in, prefix_key
 from peerd.core.messages.encoding import encode
 from peerd.core.messages.experts import Announced, Name
 from peerd.service.experts.expert_directory import ExpertDirectory
-from tests.kit.expertworld import ExpertPeer, ExpertWorld, announcements, experts_run, in_expert_world
-from tests.kit.members import Club, Member, Papers, in_club
-from tests.kit.members import run_file as run_with_tokens
+from tests.worlds.network.expertworld import ExpertPeer, ExpertWorld, announcements, experts_run, in_expert_world
+from tests.worlds.network.members import Club, Member, Papers, in_club
+from tests.worlds.network.members import run_file as run_with_tokens
 
 E = Uid(0, (1, 2))
 P = E.prefix

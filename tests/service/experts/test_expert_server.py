@@ -21,8 +21,8 @@ from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.service.experts.expert_server import ExpertServer, ServerConfig
 from peerd.service.rpc.rpc import Rpc
 from tests.kit.expert_runs import expert_run
-from tests.kit.fake_experts import WIDTH, FakeExpert, FakeHosted, frame, request_id, rows_of
-from tests.kit.fakehost import FakeHost, FakeNet, TrioClock, fake_net
+from tests.worlds.machines.fake_experts import WIDTH, FakeExpert, FakeHosted, frame, request_id, rows_of
+from tests.worlds.machines.fakehost import FakeHost, FakeNet, TrioClock, fake_net
 
 X, Y = Uid(0, (1, 2)), Uid(1, (3, 0))
 

@@ -22,7 +22,7 @@ from peerd.service.experts import vault_disk, vault_fetch
 from peerd.service.experts.vault_disk import digests_of
 from peerd.service.rpc.rpc import Answer, Incoming
 from tests.kit.expert_runs import expert_run
-from tests.kit.expertpeers import MIB, ExpertPeer, expert_swarm, pointer_to, state
+from tests.worlds.roles.expertpeers import MIB, ExpertPeer, expert_swarm, pointer_to, state
 
 RUN = expert_run()
 UID = Uid(0, (1, 2))

@@ -15,10 +15,10 @@ from peerd.core.messages.experts import Name, Pointer, state_root
 from peerd.core.run.runfile import ExpertsSection, fingerprint
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import VaultDisk, digests_of
-from tests.kit.expertpeers import state
-from tests.kit.members import Club, Member, in_club
-from tests.kit.members import run_file as run_with_tokens
-from tests.kit.workers import InlineWorker
+from tests.worlds.machines.workers import InlineWorker
+from tests.worlds.network.members import Club, Member, in_club
+from tests.worlds.network.members import run_file as run_with_tokens
+from tests.worlds.roles.expertpeers import state
 
 RUN = msgspec.structs.replace(run_with_tokens("tiny", 1), experts=ExpertsSection(layers=1, grid=[4, 4]))
 UID = Uid(0, (1, 2))

@@ -29,7 +29,7 @@ from peerd.service.network.link_watch import LinkWatch, ReadMap
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import SimPath
-from tests.kit.hosts import Hosts, keypair, running_hosts
+from tests.worlds.network.hosts import Hosts, keypair, running_hosts
 
 RUN = b"r" * 16
 MBIT = 125_000.0

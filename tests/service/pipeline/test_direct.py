@@ -22,7 +22,7 @@ from peerd.service.pipeline.next_stage import PASS
 from peerd.service.pipeline.stage_client import TrainerPapers
 from peerd.service.rpc.rpc import Answer
 from peerd.sim.clock import SimClock
-from tests.kit.handing import (
+from tests.worlds.machines.handing import (
     GRADIENT,
     MARK,
     NAMES,

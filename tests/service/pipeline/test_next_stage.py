@@ -19,7 +19,7 @@ from peerd.core.messages.swarm import Receipt
 from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, RELAY, NextStage, Onward
 from peerd.service.rpc.rpc import Answer
 from peerd.sim.clock import SimClock
-from tests.kit.handing import (
+from tests.worlds.machines.handing import (
     GRADIENT,
     MARK,
     OWN,

@@ -15,7 +15,7 @@ from peerd.core.messages.handover import CarryOn, Pass, Passed, Ticket
 from peerd.service.pipeline.next_stage import PASS
 from peerd.service.pipeline.relaying import Relaying
 from peerd.service.rpc.rpc import Answer, Incoming
-from tests.kit.handing import GRADIENT, MARK, OWN, SAMPLES, TOKENS, WIDTH, Peers, frame, peer, ticket
+from tests.worlds.machines.handing import GRADIENT, MARK, OWN, SAMPLES, TOKENS, WIDTH, Peers, frame, peer, ticket
 
 TICKET = ticket(0, 2, 0, "a0", "a1", "a2")
 INPUT = frame(SAMPLES, TOKENS, WIDTH)

@@ -14,8 +14,8 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import Commit, Moved, Position, StageAnswer, StageForward
 from peerd.service.pipeline.stage_calls import StageCalls, StageHandlers
 from peerd.service.rpc.rpc import Answer, Incoming
-from tests.kit.rpc_cases import Pair
-from tests.kit.rpc_fake import fake_pair
+from tests.worlds.machines.rpc_cases import Pair
+from tests.worlds.machines.rpc_fake import fake_pair
 
 RUN = bytes(range(16))
 FRAME = TensorFrame("uint8", (2,), memoryview(b"ab"))

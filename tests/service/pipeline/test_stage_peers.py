@@ -12,7 +12,7 @@ from trio.testing import MockClock
 from peerd.core.errors import Refused, RemoteError, TooSlow, Unreachable
 from peerd.service.pipeline.stage_peers import StagePeers
 from peerd.sim.clock import SimClock
-from tests.kit.handing import STAGES, Ways, members, peer
+from tests.worlds.machines.handing import STAGES, Ways, members, peer
 
 LOG = "peerd.service.pipeline"
 

@@ -16,8 +16,8 @@ from peerd.net.host.host import Host
 from peerd.service.access import Access
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock
-from tests.kit.hosts import Hosts, running_hosts
-from tests.kit.members import Papers, run_file, token
+from tests.worlds.network.hosts import Hosts, running_hosts
+from tests.worlds.network.members import Papers, run_file, token
 
 ONE_WAY_S = 0.05  # of each access line
 ROUND_TRIP_S = 4 * ONE_WAY_S

@@ -15,9 +15,9 @@ from peerd.machine.rpc import codec as wire
 from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.room import Room, Share
 from peerd.service.rpc.rpc import CallStream, Encoded
-from tests.kit.rpc_cases import BIG, FRAMES, Pair, Text, repeat
-from tests.kit.rpc_fake import fake_pair
-from tests.kit.rpc_stream_cases import Early
+from tests.worlds.machines.rpc_cases import BIG, FRAMES, Pair, Text, repeat
+from tests.worlds.machines.rpc_fake import fake_pair
+from tests.worlds.machines.rpc_stream_cases import Early
 
 Clock = trio.testing.MockClock
 METHOD = "t/1/talk"

@@ -13,11 +13,11 @@ from peerd.core.messages.encoding import Empty, encode
 from peerd.machine.rpc import codec as wire
 from peerd.service.rpc.loopback import LocalStream
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
-from tests.kit.fakehost import TrioClock, fake_net
-from tests.kit.rpc_cases import BIG, CASES, FRAMES, NEEDS_CUT, Case, Held, Text, ask, ask_empty, echo
-from tests.kit.rpc_fake import fake_pair
-from tests.kit.rpc_growing_cases import GROWING_CASES, GROWING_NEEDS_CUT
-from tests.kit.rpc_stream_cases import STREAM_CASES
+from tests.worlds.machines.fakehost import TrioClock, fake_net
+from tests.worlds.machines.rpc_cases import BIG, CASES, FRAMES, NEEDS_CUT, Case, Held, Text, ask, ask_empty, echo
+from tests.worlds.machines.rpc_fake import fake_pair
+from tests.worlds.machines.rpc_growing_cases import GROWING_CASES, GROWING_NEEDS_CUT
+from tests.worlds.machines.rpc_stream_cases import STREAM_CASES
 
 Clock = trio.testing.MockClock
 EVERY_CASE = CASES + STREAM_CASES + GROWING_CASES + NEEDS_CUT + GROWING_NEEDS_CUT

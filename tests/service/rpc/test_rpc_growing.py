@@ -16,10 +16,10 @@ from peerd.machine.rpc import codec as wire
 from peerd.service.rpc.loopback import LocalStream, local_pair
 from peerd.service.rpc.outbox import Growing, Outbox
 from peerd.service.rpc.rpc import Answer, Encoded, Incoming, Rpc
-from tests.kit.fakehost import FakeHost, TrioClock
-from tests.kit.rpc_cases import FRAMES, Held, Pair, Text, echo
-from tests.kit.rpc_fake import fake_pair
-from tests.kit.rpc_growing_cases import UNFINISHED, Making, settled
+from tests.worlds.machines.fakehost import FakeHost, TrioClock
+from tests.worlds.machines.rpc_cases import FRAMES, Held, Pair, Text, echo
+from tests.worlds.machines.rpc_fake import fake_pair
+from tests.worlds.machines.rpc_growing_cases import UNFINISHED, Making, settled
 
 Clock = trio.testing.MockClock
 ONE, OTHER = (PeerId.from_public_key(bytes([number]) * 32) for number in (1, 2))

@@ -25,8 +25,8 @@ from peerd.service.rpc.loopback import LocalStream, local_pair
 from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
 from peerd.service.rpc.types import RpcStream
-from tests.kit.fakehost import FakeHost, FakeNet, TrioClock, fake_net
-from tests.kit.rpc_cases import BIG, Held, Text, echo
+from tests.worlds.machines.fakehost import FakeHost, FakeNet, TrioClock, fake_net
+from tests.worlds.machines.rpc_cases import BIG, Held, Text, echo
 
 Clock = trio.testing.MockClock
 MB = 1 << 20

@@ -16,7 +16,7 @@ from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
-from tests.kit.rpc_cases import BIG, Text, echo
+from tests.worlds.machines.rpc_cases import BIG, Text, echo
 
 pytestmark = [pytest.mark.socket, pytest.mark.slow]
 HERE = parse_addr("/ip4/127.0.0.1/tcp/0")

@@ -16,9 +16,9 @@ from peerd.net.host.host import Host
 from peerd.net.link.link import Link
 from peerd.service.rpc.rpc import Rpc
 from peerd.sim.clock import SimClock
-from tests.kit.hosts import Hosts, running_hosts
-from tests.kit.rpc_cases import BIG, FRAMES, Held, Pair, Text, ask, echo, repeat
-from tests.kit.ways import join
+from tests.worlds.machines.rpc_cases import BIG, FRAMES, Held, Pair, Text, ask, echo, repeat
+from tests.worlds.network.hosts import Hosts, running_hosts
+from tests.worlds.network.ways import join
 
 
 @asynccontextmanager

@@ -5,8 +5,8 @@ from __future__ import annotations
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.encoding import encode
-from tests.kit.rpc_cases import Text, echo
 from tests.service.rpc.test_rpc_hostile import LARGE, SOME, Clock, call, error_of, scene
+from tests.worlds.machines.rpc_cases import Text, echo
 
 
 async def test_calls_that_a_method_objects_to_leave_nothing_in_the_book(autojump_clock: Clock) -> None:

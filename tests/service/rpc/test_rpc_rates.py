@@ -12,11 +12,11 @@ import trio.testing
 from peerd.core.frame import TensorFrame
 from peerd.net.host.host import Host
 from peerd.service.rpc.rpc import Rpc
-from tests.kit.fakehost import FakeHost, TrioClock
-from tests.kit.hosts import running_hosts
-from tests.kit.rpc_cases import BIG, FRAMES, Text, echo
-from tests.kit.rpc_fake import fake_pair
-from tests.kit.rpc_growing_cases import Making
+from tests.worlds.machines.fakehost import FakeHost, TrioClock
+from tests.worlds.machines.rpc_cases import BIG, FRAMES, Text, echo
+from tests.worlds.machines.rpc_fake import fake_pair
+from tests.worlds.machines.rpc_growing_cases import Making
+from tests.worlds.network.hosts import running_hosts
 
 Clock = trio.testing.MockClock
 UP_BYTES_PER_S, DOWN_BYTES_PER_S = 20e6 / 8, 80e6 / 8

@@ -16,10 +16,10 @@ from peerd.net.faults import Faults
 from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.peer_stack import peer_stack
-from tests.kit.fakehost import leaves
-from tests.kit.rpc_cases import CASES, NEEDS_CUT, Case, Pair, Text, ask, echo
-from tests.kit.rpc_growing_cases import GROWING_CASES, GROWING_NEEDS_CUT
-from tests.kit.rpc_stream_cases import STREAM_CASES
+from tests.worlds.machines.fakehost import leaves
+from tests.worlds.machines.rpc_cases import CASES, NEEDS_CUT, Case, Pair, Text, ask, echo
+from tests.worlds.machines.rpc_growing_cases import GROWING_CASES, GROWING_NEEDS_CUT
+from tests.worlds.machines.rpc_stream_cases import STREAM_CASES
 
 pytestmark = pytest.mark.socket
 EVERY_CASE = CASES + STREAM_CASES + GROWING_CASES + NEEDS_CUT + GROWING_NEEDS_CUT

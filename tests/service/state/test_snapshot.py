@@ -24,8 +24,8 @@ from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.state.serve import Giving
 from peerd.service.state.snapshot import Donors, Snapshots, StateItem
 from peerd.signals import Signal
-from tests.kit.fakehost import FakeNet, TrioClock, fake_net
-from tests.kit.workers import InlineWorker
+from tests.worlds.machines.fakehost import FakeNet, TrioClock, fake_net
+from tests.worlds.machines.workers import InlineWorker
 
 RUN = b"r" * 16
 SIZES = (STATE_PIECE_BYTES * 2 + 100, 0, 12)

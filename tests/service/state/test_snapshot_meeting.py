@@ -14,8 +14,8 @@ from peerd.core.limits import STATE_MEETING
 from peerd.core.messages.state import StateItem
 from peerd.core.messages.swarm import Position, StateManifest, StateRequest
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
-from tests.kit.workers import InlineWorker
 from tests.service.state.test_snapshot import RUN, Counting, Donor, fetch, peers, state, values
+from tests.worlds.machines.workers import InlineWorker
 
 
 class Slow(Counting):

@@ -14,8 +14,8 @@ from peerd.core.messages.swarm import Position, StateManifest, StateRequest
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.serve import STATE, Methods
 from peerd.service.state.snapshot import Fetcher, Giving
-from tests.kit.workers import InlineWorker
 from tests.service.state.test_snapshot import RUN, peers, state
+from tests.worlds.machines.workers import InlineWorker
 
 TOTAL = [TensorSpec("total", "float32", (600_000,))]
 KEPT = Methods("kept/1/manifest", "kept/1/digests", "kept/1/piece", "kept/1/release", ahead=0)

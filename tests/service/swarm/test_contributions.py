@@ -15,8 +15,8 @@ from peerd.core.ids import Key
 from peerd.core.messages.contributions import Contributed, contributions_key, decode_contributed
 from peerd.service.dht.dht import Dht
 from peerd.service.swarm.contributions import Tally, TallyOf
-from tests.kit.fakehost import TrioClock
-from tests.kit.workers import InlineWorker
+from tests.worlds.machines.fakehost import TrioClock
+from tests.worlds.machines.workers import InlineWorker
 
 
 class Directory:

@@ -21,7 +21,8 @@ from peerd.machine.experts.custody import in_turn
 from peerd.service.experts.vault_disk import digests_of
 from tests.kit.amount import some
 from tests.kit.expert_runs import expert_run
-from tests.kit.expertpeers import (
+from tests.worlds.machines.fake_experts import FakeExpert
+from tests.worlds.roles.expertpeers import (
     ANNOUNCE_S,
     MIB,
     STATE_BYTES,
@@ -32,7 +33,6 @@ from tests.kit.expertpeers import (
     in_expert_swarm,
     pointer_to,
 )
-from tests.kit.fake_experts import FakeExpert
 
 pytestmark = pytest.mark.slow  # many periods of several peers
 

@@ -13,7 +13,7 @@ from trio.testing import MockClock
 from peerd.core.experts.grid import Uid
 from peerd.service.experts import vault_disk
 from tests.kit.expert_runs import expert_run
-from tests.kit.expertpeers import MIB, MadeUpHost, expert_swarm, until
+from tests.worlds.roles.expertpeers import MIB, MadeUpHost, expert_swarm, until
 
 pytestmark = pytest.mark.slow  # many periods of several peers
 

@@ -24,8 +24,8 @@ from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Rpc
 from peerd.training.expert.host import ExpertHost, Told
 from tests.kit.expert_runs import expert_run
-from tests.kit.fake_experts import WIDTH, FakeExpert, frame
-from tests.kit.fakehost import FakeHost, FakeNet, TrioClock, fake_net
+from tests.worlds.machines.fake_experts import WIDTH, FakeExpert, frame
+from tests.worlds.machines.fakehost import FakeHost, FakeNet, TrioClock, fake_net
 
 X = Uid(0, (1, 2))
 PERIOD_S = 8.0

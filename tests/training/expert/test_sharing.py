@@ -16,7 +16,7 @@ from peerd.machine.experts.sharing import HostShare
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
 from peerd.training.expert.sharing import TAKE
 from tests.kit.expert_runs import expert_run
-from tests.kit.expertpeers import ANNOUNCE_S, ExpertSwarm, MadeUpHost, expert_swarm, pointer_to, state
+from tests.worlds.roles.expertpeers import ANNOUNCE_S, ExpertSwarm, MadeUpHost, expert_swarm, pointer_to, state
 
 pytestmark = pytest.mark.slow  # many periods of several peers
 

@@ -32,9 +32,9 @@ from peerd.sim.clock import run_virtual
 from peerd.sim.world import World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-from tests.kit.expert_network import NearExperts
-from tests.kit.virtualroles import Roles, virtual_run
-from tests.kit.world import home_world
+from tests.worlds.network.world import home_world
+from tests.worlds.roles.expert_network import NearExperts
+from tests.worlds.roles.virtualroles import Roles, virtual_run
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ from trio.testing import MockClock
 from peerd.core.run.runfile import BatchSection, ExpertsSection, LimitsSection, ModelSection, OptimizerSection
 from roles.expert import ExpertRole
 from roles.trainer import TrainerRole
-from tests.kit.expert_host import PlainHost
-from tests.kit.virtualroles import Roles, virtual_run
-from tests.kit.world import home_world
+from tests.worlds.network.world import home_world
+from tests.worlds.roles.expert_host import PlainHost
+from tests.worlds.roles.virtualroles import Roles, virtual_run
 
 pytestmark = pytest.mark.slow
 

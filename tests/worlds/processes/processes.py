@@ -13,7 +13,7 @@ from pathlib import Path
 
 from scripts.peerd_process import PeerdProcess
 from scripts.waiting import eventually
-from tests.kit import prefork
+from tests.worlds.processes import prefork
 
 LISTEN = "/ip4/127.0.0.1/tcp/0"
 TINY = """\

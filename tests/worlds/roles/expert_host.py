@@ -12,7 +12,7 @@ from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.messages.experts import Backward, Forward, Gradient, Output
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
-from tests.kit.expertworld import announcements
+from tests.worlds.network.expertworld import announcements
 
 
 class PlainHost:

@@ -28,7 +28,7 @@ from peerd.core.messages.swarm import (
 from peerd.core.run.runfile import RunFile, fingerprint
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
-from tests.kit.training import Peer, Swarm, pinned
+from tests.worlds.roles.training import Peer, Swarm, pinned
 
 BATCH = 4  # microbatches of a `small_run`
 

@@ -35,8 +35,8 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-from tests.kit.fakehost import leaves
-from tests.kit.world import home_world
+from tests.worlds.machines.fakehost import leaves
+from tests.worlds.network.world import home_world
 
 T = TypeVar("T")
 

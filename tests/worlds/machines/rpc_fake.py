@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from peerd.service.rpc.rpc import Rpc
-from tests.kit.fakehost import FakeHost, FakeNet, TrioClock, fake_net
-from tests.kit.rpc_cases import Pair
+from tests.worlds.machines.fakehost import FakeHost, FakeNet, TrioClock, fake_net
+from tests.worlds.machines.rpc_cases import Pair
 
 
 @asynccontextmanager

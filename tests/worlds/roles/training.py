@@ -46,10 +46,10 @@ from peerd.sim.simnet import SimLine, SimNet
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-from tests.kit.chaos import in_no_thread
-from tests.kit.hosts import keypair
-from tests.kit.virtual import addr_of, running_net
-from tests.kit.virtualroles import PacedDevice
+from tests.worlds.network.hosts import keypair
+from tests.worlds.network.virtual import addr_of, running_net
+from tests.worlds.roles.chaos import in_no_thread
+from tests.worlds.roles.virtualroles import PacedDevice
 
 LINE: Final = SimLine(latency_s=0.001)  # of a simulated peer
 MICROBATCH_S: Final = 0.02  # virtual seconds that a device takes for a microbatch's backward

@@ -16,8 +16,8 @@ from peerd.service.connectivity.relay import Relay
 from peerd.sim.clock import SimClock
 from peerd.sim.nat import Home, Internet, Kind
 from peerd.sim.simnet import SimLine
-from tests.kit.hosts import echo, keypair
-from tests.kit.virtual import running_net
+from tests.worlds.network.hosts import echo, keypair
+from tests.worlds.network.virtual import running_net
 
 PORT = 4001
 

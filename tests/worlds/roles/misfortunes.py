@@ -19,9 +19,9 @@ from peerd.sim.world import World
 from roles.aggregator import AuxRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-from tests.kit.athome import Homes
-from tests.kit.members import Organizer
-from tests.kit.virtualroles import PacedDevice, Roles
+from tests.worlds.network.athome import Homes
+from tests.worlds.network.members import Organizer
+from tests.worlds.roles.virtualroles import PacedDevice, Roles
 
 REPLACE = os.replace
 PAUSES_S = (0.0, 1.0, 5.0, 15.0)

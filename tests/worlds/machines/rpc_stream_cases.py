@@ -8,7 +8,7 @@ import trio.testing
 
 from peerd.core.errors import LocalError, Overloaded, Refused, TooSlow
 from peerd.service.rpc.rpc import Answer, CallStream, Encoded, Incoming
-from tests.kit.rpc_cases import BIG, FRAMES, Case, Pair, Text, repeat, settled
+from tests.worlds.machines.rpc_cases import BIG, FRAMES, Case, Pair, Text, repeat, settled
 
 STREAM_CASES: list[Case] = []
 

@@ -10,7 +10,7 @@ from peerd.service.peer_stack import peer_stack
 from peerd.sim.memory import MemoryLink
 from peerd.sim.nat import Home, Internet, Kind, SimRouter
 from peerd.sim.world import PORT, Node, Program, World
-from tests.kit.members import Organizer
+from tests.worlds.network.members import Organizer
 
 
 class Homes:

@@ -15,7 +15,7 @@ from peerd.sim.simnet import SimLine
 from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-from tests.kit.virtualroles import Roles, virtual_run
+from tests.worlds.roles.virtualroles import Roles, virtual_run
 
 MICROBATCH_S: Final = 0.05  # of a device
 STAGES: Final = {"a0": 0, "b0": 0, "a1": 1, "b1": 1}  # of each stage peer

@@ -31,7 +31,7 @@ from typing import Any
 import pytest
 import trio
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = ROOT / "scripts" / "foreign"
 NAMES = ("go", "js", "py")
 START_TIMEOUT_S = 60

@@ -23,8 +23,8 @@ from peerd.sim.clock import run_virtual
 from peerd.sim.programs import stack_on
 from peerd.sim.world import Node, World
 from tests.kit.expert_runs import expert_run
-from tests.kit.fake_experts import frame as frame_of
-from tests.kit.workers import InlineWorker
+from tests.worlds.machines.fake_experts import frame as frame_of
+from tests.worlds.machines.workers import InlineWorker
 
 WIDTH = 3
 

@@ -167,11 +167,11 @@ class Averager:
         self.log = log
         with log.open("wb") as errors:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "tests.kit.averagers", str(seed)],
+                [sys.executable, "-m", "tests.worlds.processes.averagers", str(seed)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                cwd=Path(__file__).parents[2],
+                cwd=Path(__file__).parents[3],
             )
         self.peer = self.addr = ""
 

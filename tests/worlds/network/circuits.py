@@ -13,7 +13,7 @@ from peerd.net.host.host import Host, HostConfig
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.service.connectivity.relay import Relay
 from peerd.sim.clock import SimClock
-from tests.kit.hosts import Hosts, keypair, running_hosts
+from tests.worlds.network.hosts import Hosts, keypair, running_hosts
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """A program for a lab: at each line on stdin a fresh host dials the other side's, and tells in JSON what came of it.
 
-    python -m tests.kit.crossing OWN-NAME OTHER-NAME OTHER-IP TIMES
+    python -m tests.worlds.processes.crossing OWN-NAME OTHER-NAME OTHER-IP TIMES
 
 The lab's test of crossing dials reads what it tells.
 """
@@ -17,7 +17,7 @@ from peerd.core.errors import RemoteError
 from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
-from tests.kit.hosts import keypair
+from tests.worlds.network.hosts import keypair
 
 FIRST_PORT = 5000
 STAY_S = 0.5  # for the other side to see the same

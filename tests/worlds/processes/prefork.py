@@ -3,7 +3,7 @@
 A process of its own has its own pid, files, environment and end, as any other; only the import is shared. The parent
 ends with the process that started it, and kills what it forked.
 
-    python -m tests.kit.prefork FD    the parent; FD: a socket on which it is asked to fork
+    python -m tests.worlds.processes.prefork FD    the parent; FD: a socket on which it is asked to fork
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-ROOT: Final = Path(__file__).resolve().parent.parent.parent
+ROOT: Final = Path(__file__).resolve().parents[3]
 IMPORTED: Final = ("torch", "peerd.cli", "peerd.daemon", "peerd.launch", *map("roles.{}".format, ("stage", "trainer")))
 MESSAGE_BYTES: Final = 1 << 17
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork takes one thread along
@@ -76,7 +76,7 @@ def _parent() -> socket.socket:
     """The socket of this process's parent of forked processes."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        command = [sys.executable, "-m", "tests.kit.prefork", str(theirs.fileno())]
+        command = [sys.executable, "-m", "tests.worlds.processes.prefork", str(theirs.fileno())]
         environment = {**os.environ, **ONE_THREAD}
         popen = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()], process_group=0)
     atexit.register(popen.wait, timeout=10)

@@ -17,7 +17,7 @@ from peerd.core.messages.encoding import encode
 from peerd.machine.rpc import codec as wire
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming
 from peerd.service.rpc.types import RpcStream
-from tests.kit.rpc_cases import BIG, FRAMES, Case, Held, Pair, Text, ask, echo, repeat, settled
+from tests.worlds.machines.rpc_cases import BIG, FRAMES, Case, Held, Pair, Text, ask, echo, repeat, settled
 
 GROWING_CASES: list[Case] = []
 GROWING_NEEDS_CUT: list[Case] = []

@@ -26,7 +26,7 @@ from peerd.sim.simnet import NetConfig, SimPath
 from peerd.sim.world import Node, World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-from tests.kit.virtualroles import Roles
+from tests.worlds.roles.virtualroles import Roles
 
 WINDOW_BYTES: Final = 32 << 10  # of one connection: what is under way delays what comes after it
 PATIENCE_S: Final = 3_000.0

@@ -15,7 +15,7 @@ from peerd.net.host.host import Host, HostConfig
 from peerd.net.link.stream import Stream
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import NetConfig, SimNet
-from tests.kit.virtual import addr_of, running_net, transport
+from tests.worlds.network.virtual import addr_of, running_net, transport
 
 
 def keypair(name: str) -> Keypair:

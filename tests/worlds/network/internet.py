@@ -18,8 +18,8 @@ from peerd.service.rpc.rpc import Rpc
 from peerd.sim.clock import SimClock
 from peerd.sim.nat import Home, Internet, Kind, SimRouter
 from peerd.sim.simnet import SimLine, SimNet
-from tests.kit.hosts import keypair
-from tests.kit.virtual import running_net
+from tests.worlds.network.hosts import keypair
+from tests.worlds.network.virtual import running_net
 
 PORT = 4001
 

@@ -1,4 +1,4 @@
-"""A relay, or its attackers, as a process of its own on loopback: `python -m tests.kit.relay_process`.
+"""A relay, or its attackers, as a process of its own on loopback: `python -m tests.worlds.processes.relay_process`.
 
     relay ADDR                 serves at ADDR; prints its address, with its /p2p
     attack RELAY IPS TARGETS   attacks RELAY from each of IPS, aiming at the peers TARGETS too; prints a line when the
@@ -24,7 +24,7 @@ from peerd.net.host.host import Host
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.connectivity.relay import Relay
-from tests.kit.attackers import Tally, attack
+from tests.worlds.network.attackers import Tally, attack
 
 IDENTITIES = 6  # of an attacker's place
 OPENED = 20  # circuits that attackers have before they report

@@ -14,7 +14,7 @@ from roles.aggregator import AuxRole
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-from tests.kit.misfortunes import PAUSES_S, Misfortunes, public_ip
+from tests.worlds.roles.misfortunes import PAUSES_S, Misfortunes, public_ip
 
 MISFORTUNES = 8
 LAST_S = (3.0, 8.0, 14.0, 25.0, 40.0)

@@ -25,7 +25,7 @@ from peerd.service.pipeline.stage_client import TrainerPapers
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
 from peerd.sim.clock import SimClock, run_virtual
 from tests.fuzz.service_scene import RUN, Peer, pinned, start_peer
-from tests.kit.hosts import Hosts, keypair, running_hosts
+from tests.worlds.network.hosts import Hosts, keypair, running_hosts
 
 RUN3 = msgspec.structs.replace(
     RUN,

@@ -27,10 +27,10 @@ from peerd.training.expert.adoption import Adoption
 from peerd.training.expert.checkpoints import ExpertCheckpoints
 from peerd.training.expert.sharing import ExpertSharing
 from tests.kit.expert_runs import expert_run
-from tests.kit.fake_experts import FakeExpert, FakeHosted
-from tests.kit.hosts import keypair
-from tests.kit.virtual import addr_of, running_net, transport
-from tests.kit.workers import InlineWorker
+from tests.worlds.machines.fake_experts import FakeExpert, FakeHosted
+from tests.worlds.machines.workers import InlineWorker
+from tests.worlds.network.hosts import keypair
+from tests.worlds.network.virtual import addr_of, running_net, transport
 
 T = TypeVar("T")
 

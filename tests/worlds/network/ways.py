@@ -9,8 +9,8 @@ import trio
 from peerd.machine.connectivity.path_selection import Way
 from peerd.net.host.host import Host
 from peerd.net.link.link import Link
-from tests.kit.hosts import Hosts
-from tests.kit.virtual import connected
+from tests.worlds.network.hosts import Hosts
+from tests.worlds.network.virtual import connected
 
 _numbers = itertools.count()
 

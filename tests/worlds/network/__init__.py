@@ -1,0 +1,1 @@
+"""Real hosts, links and services on a simulated network, in virtual time."""

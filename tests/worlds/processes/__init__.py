@@ -1,0 +1,1 @@
+"""Real processes and sockets: peerd itself, users at a shell, foreign peers."""

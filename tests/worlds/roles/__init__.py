@@ -1,0 +1,1 @@
+"""Real roles of a run on a simulated network, in virtual time."""
