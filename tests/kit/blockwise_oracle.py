@@ -8,6 +8,7 @@ them, a tie goes to the upper one. Slow: for hundreds of values, not for thousan
 from __future__ import annotations
 
 import bisect
+import functools
 import struct
 from collections.abc import Sequence
 from fractions import Fraction
@@ -58,6 +59,7 @@ def scale_of(block: Sequence[int]) -> int:
     return 0 if largest <= tables.SMALLEST_BITS else largest
 
 
+@functools.lru_cache(1 << 16)
 def encoded(bits: int, scale_bits: int, code: str) -> int:
     """The code of one value."""
     if scale_bits == 0 or scale_bits > tables.LARGEST_BITS:
@@ -122,11 +124,14 @@ def dequantized(
     """Bits of the decoded values, as singles that are exactly what `dtype` holds; infinity where that overflows."""
     if code in ("int4", "nf4"):
         codes = [nibble for byte in codes for nibble in (byte & 15, byte >> 4)][:count]
+    return [decoded_bits(byte, scales[index // block], code, dtype) for index, byte in enumerate(codes)]
+
+
+@functools.lru_cache(1 << 16)
+def decoded_bits(code_byte: int, scale_bits: int, code: str, dtype: str) -> int:
+    """Bits of one decoded value, as `dequantized` gives them."""
     largest = {"float32": 0x7F7FFFFF, "bfloat16": 0x7F7F0000, "float16": tables.FLOAT16_LARGEST_BITS}[dtype]
-    found = []
-    for index, byte in enumerate(codes):
-        value, negative = decoded(byte, scales[index // block], code)
-        stored = rounded(value, *FORMATS[dtype])
-        infinite = abs(stored) > exact(largest)
-        found.append((0x7F800000 | SIGN * negative) if infinite else single_bits(stored, negative))
-    return found
+    value, negative = decoded(code_byte, scale_bits, code)
+    stored = rounded(value, *FORMATS[dtype])
+    infinite = abs(stored) > exact(largest)
+    return (0x7F800000 | SIGN * negative) if infinite else single_bits(stored, negative)
