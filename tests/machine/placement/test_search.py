@@ -22,7 +22,7 @@ from peerd.machine.placement.problem import (
 from peerd.machine.placement.search import Plan, SearchOptions, arranged, cost_of, plan
 from peerd.machine.placement.starts import random_placement
 from tests.kit.amount import some
-from tests.worlds.machines.placements import best_by_definition, cost_by_definition, drawn_problem
+from tests.worlds.machines.placements import Definition, best_by_definition, drawn_problem
 
 
 def planned(problem: PlacementProblem, seed: int = 0, start: StagePlacement | None = None, **options: object) -> Plan:
@@ -64,7 +64,7 @@ def test_a_small_plan_is_optimal_by_the_definition_of_its_cost(number: int) -> N
     assert found.cost.total_s == pytest.approx(best)
     members = tuple(found.placement.members(stage) for stage in range(len(problem.stages)))
     order = tuple(range(len(problem.stages)))
-    assert cost_by_definition(problem, kind, members, order) == pytest.approx(best)
+    assert Definition(problem, kind).cost(members, order) == pytest.approx(best)
     assert cost_of(problem, found.placement, kind).total_s == pytest.approx(best)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from random import Random
@@ -60,42 +61,60 @@ def every_partition(problem: PlacementProblem) -> Iterator[Members]:
             yield members
 
 
-def cost_by_definition(problem: PlacementProblem, kind: CostKind, members: Members, order: tuple[int, ...]) -> float:
-    """Cost of stages in an order, infinite where it cannot be; matchings by `least_bottleneck`."""
-    net, works = problem.network.both_ways(), problem.stages
-    slower = np.minimum(problem.network.rate, problem.network.rate.T)
-    known = [device.speed for device in problem.devices if np.isfinite(device.speed)]
-    speeds = [min(device.speed, max(known)) if known else 1.0 for device in problem.devices]
-    averaging_s, passed_s, computed_s, busy_s = 0.0, 0.0, 0.0, 0.0
-    for stage, of in enumerate(members):
-        work, total = works[stage], sum(speeds[d] for d in of)
+class Definition:
+    """The definition of a problem's costs; each stage and each pair of stages is worked out once."""
+
+    def __init__(self, problem: PlacementProblem, kind: CostKind) -> None:
+        self._problem, self._kind = problem, kind
+        self._net = problem.network.both_ways()
+        self._slower = np.minimum(problem.network.rate, problem.network.rate.T)
+        known = [device.speed for device in problem.devices if np.isfinite(device.speed)]
+        self._known = bool(known)
+        self._speeds = [min(device.speed, max(known)) if known else 1.0 for device in problem.devices]
+        self._stage, self._pair = functools.cache(self._stage_s), functools.cache(self._pair_s)
+
+    def cost(self, members: Members, order: tuple[int, ...]) -> float:
+        """Cost of stages in an order, infinite where it cannot be; matchings by `least_bottleneck`."""
+        stages = [self._stage(stage, of) for stage, of in enumerate(members)]
+        pairs = [self._pair(one, members[one], members[other]) for one, other in itertools.pairwise(order)]
+        busy_s = max([busy for *_, busy in stages] + [busy for _, busy in pairs])
+        averaging_s, computed_s = max(each for each, _, _ in stages), sum(each for _, each, _ in stages)
+        return averaging_s + sum(passed for passed, _ in pairs) + computed_s + busy_s
+
+    def _stage_s(self, stage: int, of: tuple[int, ...]) -> tuple[float, float, float]:
+        """Seconds of averaging, of computing, and that a device is busy for longer than a microbatch."""
+        problem, net, speeds = self._problem, self._net, self._speeds
+        work, total = problem.stages[stage], sum(speeds[d] for d in of)
         if any(problem.devices[d].memory < work.memory for d in of):
-            return np.inf
+            return np.inf, 0.0, 0.0
+        averaging_s = busy_s = computed_s = 0.0
         for d in of:
             parts = [2 * _seconds(net.delay_s[d, e], net.rate[d, e], work.gradient / len(of)) for e in of if e != d]
             averaging_s = max(averaging_s, sum(parts))
-        if known and kind is CostKind.LATENCY:
-            computed_s += problem.microbatches * work.flops / total
-        elif known:
-            computed_s += max(work.flops / speeds[d] for d in of)
+        if self._known and self._kind is CostKind.LATENCY:
+            computed_s = problem.microbatches * work.flops / total
+        elif self._known:
+            computed_s = max(work.flops / speeds[d] for d in of)
             for d in of:
                 own = problem.microbatches * speeds[d] / total
                 busy_s = max(busy_s, max(0.0, own - 1) * work.flops / speeds[d])
-    for one, other in itertools.pairwise(order):
-        here, there, size = members[one], members[other], works[one].activation
+        return averaging_s, computed_s, busy_s
+
+    def _pair_s(self, one: int, here: tuple[int, ...], there: tuple[int, ...]) -> tuple[float, float]:
+        """Seconds that activations take from one stage to the next, and that a line is busy with all but the first."""
+        problem, net, speeds, latency = self._problem, self._net, self._speeds, self._kind is CostKind.LATENCY
+        size, busy_s = problem.stages[one].activation, 0.0
         shares = [np.array([speeds[d] for d in of]) / sum(speeds[d] for d in of) for of in (here, there)]
         load = problem.microbatches * np.maximum(shares[0][:, None], shares[1][None])
         times = np.empty((2, len(here), len(there)))
         for (i, d), (j, e) in itertools.product(enumerate(here), enumerate(there)):
-            sent = size * load[i, j] if kind is CostKind.LATENCY else size
+            sent = size * load[i, j] if latency else size
             times[0, i, j] = 2 * _seconds(net.delay_s[d, e], net.rate[d, e], sent)
-            times[1, i, j] = _seconds(0.0, slower[d, e], size * max(0.0, load[i, j] - 1))
-        if kind is CostKind.STEADY:
-            least = least_bottleneck(times[1], *shares)
-            busy_s = max(busy_s, least)
-            times[0][times[1] > least] = np.inf
-        passed_s += least_bottleneck(times[0], *shares)
-    return averaging_s + passed_s + computed_s + busy_s
+            times[1, i, j] = _seconds(0.0, self._slower[d, e], size * max(0.0, load[i, j] - 1))
+        if self._kind is CostKind.STEADY:
+            busy_s = least_bottleneck(times[1], *shares)
+            times[0][times[1] > busy_s] = np.inf
+        return least_bottleneck(times[0], *shares), busy_s
 
 
 def _seconds(delay_s: float, rate: float, size: float) -> float:
@@ -118,11 +137,11 @@ def best_by_definition(problem: PlacementProblem, kind: CostKind) -> float:
     """The least cost of all placements, infinite for none."""
     stages = len(problem.stages)
     orders = list(itertools.permutations(range(stages))) if problem.stages_alike else [tuple(range(stages))]
-    best = np.inf
+    definition, best = Definition(problem, kind), np.inf
     for members in every_partition(problem):
         if problem.stages_alike and [of[0] for of in members] != sorted(of[0] for of in members):
             continue
-        best = min([best, *(cost_by_definition(problem, kind, members, order) for order in orders)])
+        best = min([best, *(definition.cost(members, order) for order in orders)])
     return best
 
 
