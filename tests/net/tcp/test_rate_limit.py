@@ -75,6 +75,12 @@ async def test_without_limits_there_is_nothing_on_the_way() -> None:
         assert type(ends.near) is TcpLink
 
 
+@pytest.fixture
+def loopback_clock() -> trio.testing.MockClock:
+    """Virtual time beside real sockets: it moves on once a connection on loopback has been still for a millisecond."""
+    return trio.testing.MockClock(autojump_threshold=0.001)
+
+
 def fill(ends: Ends, end: str, got: dict[str, int], nursery: trio.Nursery, size: int) -> None:
     """Send to this end all the time, in pieces of `size`, and count what arrives."""
     taker, sender = (ends.near, ends.far) if end == "near" else (ends.far, ends.near)
@@ -93,10 +99,9 @@ def fill(ends: Ends, end: str, got: dict[str, int], nursery: trio.Nursery, size:
 
 @pytest.mark.slow
 @pytest.mark.socket
-@pytest.mark.alone
 @pytest.mark.parametrize("known", [True, False])
 async def test_what_passes_in_half_a_second_is_what_the_limits_allow(
-    known: bool, monkeypatch: pytest.MonkeyPatch
+    loopback_clock: trio.testing.MockClock, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not known:
         monkeypatch.setattr(rate_limit, "tcp_info", lambda sock: None)
@@ -115,9 +120,10 @@ async def test_what_passes_in_half_a_second_is_what_the_limits_allow(
 
 @pytest.mark.slow
 @pytest.mark.socket
-@pytest.mark.alone
 @pytest.mark.parametrize(("up_mbit", "down_mbit"), [thorough(5.0, 5.0), (8.0, 0.0), thorough(0.0, 16.0), (20.0, 40.0)])
-async def test_a_limit_is_kept_within_five_in_a_hundred(up_mbit: float, down_mbit: float) -> None:
+async def test_a_limit_is_kept_within_five_in_a_hundred(
+    loopback_clock: trio.testing.MockClock, up_mbit: float, down_mbit: float
+) -> None:
     """After the burst with which it begins, with the connection busy both ways."""
     async with two_ends(LimitsSection(upload_mbit=up_mbit, download_mbit=down_mbit)) as ends:
         got = {"near": 0, "far": 0}
@@ -272,9 +278,10 @@ def test_without_a_limit_a_thread_reads_at_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.socket
-@pytest.mark.alone
 @pytest.mark.parametrize("way", ["into", "out of"])
-async def test_strangers_who_fill_the_line_leave_it_to_members(way: str) -> None:
+async def test_strangers_who_fill_the_line_leave_it_to_members(
+    loopback_clock: trio.testing.MockClock, way: str
+) -> None:
     """Three strangers at another address and one member all move as much as they can, over the host's limited line.
 
     The strangers are there first, and what the line carried before the member's first byte does not count; nor does
