@@ -39,7 +39,6 @@ from tests.worlds.network.hostile import Hostile
 from tests.worlds.network.hosts import Hosts, ask, echo, running_hosts
 from tests.worlds.network.virtual import addr_of, transport
 
-QUICK_COUNT = 500  # sessions of all points together, in a run that is not of everything
 STEPS_MAX = 12
 PER_HOST = 500  # sessions that one host takes
 WITHIN_S = 60.0  # virtual: until a link that is broken, or left by its peer, is gone
@@ -53,9 +52,9 @@ Talk = Callable[[random.Random], Callable[[], bytes]]  # of one session: makes p
 Reach = Callable[["Stage"], Awaitable[Sequence[Hostile]]]
 
 
-def session_count(everything: int) -> int:
-    """Number of sessions: `everything` in a run of everything, unless PEERD_FUZZ_SESSIONS gives another number."""
-    return int(os.environ.get("PEERD_FUZZ_SESSIONS", everything if ALL else QUICK_COUNT))
+def session_count(everything: int, quick: int) -> int:
+    """Number of sessions, of all points together, in a run of everything or not; PEERD_FUZZ_SESSIONS gives another."""
+    return int(os.environ.get("PEERD_FUZZ_SESSIONS", everything if ALL else quick))
 
 
 @dataclass(frozen=True, slots=True)

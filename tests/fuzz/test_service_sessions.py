@@ -12,7 +12,7 @@ from tests.fuzz.service_scene import services
 from tests.fuzz.sessions import Point, Scene, draw, first_failure, reach, session_count
 from tests.kit.amount import ALL
 
-COUNT = session_count(5_000)
+COUNT = session_count(5_000, 250)
 SHARDS = 10 if ALL else 5  # none of them takes long
 
 

@@ -16,7 +16,7 @@ from tests.fuzz.sessions import POINTS, SERVING, Point, Stage, draw, first_failu
 from tests.kit.amount import ALL
 from tests.worlds.network.hostile import Hostile
 
-COUNT = session_count(20_000)
+COUNT = session_count(20_000, 500)
 SHARDS = 20 if ALL else 5  # none of them takes long
 assert session_points.__name__  # its points have joined by importing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from trio.testing import MockClock
 
 from peerd.sim.programs import swarm
@@ -15,6 +16,7 @@ OTHERS = 10  # whose clocks are enough: the bootstrap peer has nothing to ask th
 REFRESHED_WITHIN_S = 60.0  # its papers are looked at, and its entry peers asked, every twenty seconds
 
 
+@pytest.mark.slow
 async def test_a_peer_that_was_refused_joins_once_it_has_a_token(autojump_clock: MockClock) -> None:
     organizer = Organizer(run_file())
     async with World(1, swarm(), WorldConfig(line=home_line)).running() as world:

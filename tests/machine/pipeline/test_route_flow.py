@@ -6,6 +6,7 @@ import random
 from itertools import pairwise
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -159,6 +160,7 @@ def claims_less(hops: list[Hop]) -> list[Hop]:
     return [msgspec.structs.replace(hops[0], service_s=0.0, wait_s=0.0), *hops[1:]] if hops[0].peer == LIAR else hops
 
 
+@pytest.mark.slow
 def test_a_liar_that_is_slow_gets_less_than_a_fair_share() -> None:
     for lie in (claims_nothing, blames_the_next, claims_less):
         sim = RouteSim(SIX, flow(), lambda name: 1.0 if name == LIAR else 0.2, alike, lie)
@@ -183,6 +185,7 @@ def test_a_liar_that_blames_the_next_ones_takes_nothing_from_them() -> None:
 TIMES = st.floats(0.0, 1e6)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_claims_leave_routes_that_lead_through_all_stages(data: st.DataObject) -> None:
     one, stages = flow(), [[f"{letter}{stage}" for letter in "abc"] for stage in range(3)]
@@ -203,6 +206,7 @@ def test_any_claims_leave_routes_that_lead_through_all_stages(data: st.DataObjec
     assert not one._between
 
 
+@pytest.mark.slow
 def test_of_many_peers_a_sample_is_compared_and_what_is_known_stays_bounded() -> None:
     asked = 0
 
