@@ -13,6 +13,7 @@ import gc
 import inspect
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
@@ -26,6 +27,7 @@ import trio.testing
 from peerd.sim.clock import deterministic_scheduling
 from tests.choice import durations, passed, schedule
 from tests.choice.selection import select
+from tests.choice.touched import BUDGET_S, Deadline
 from tests.kit.amount import ALL, examples
 from tests.kit.watchdog import LoopWatchdog
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 WHOLE = pytest.StashKey[bool]()  # no files are named
 SAID = pytest.StashKey[list[str]]()  # what was chosen, and what was left out
+DEADLINE = Deadline()
 DEFAULT_SEED = 17  # fixed: a run of the suite can be repeated as it is
 
 
@@ -73,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left)
     items[:] = chosen.run
     if "PYTEST_XDIST_WORKER" in os.environ:
-        schedule.arrange(items, table)
+        schedule.arrange(items, table, ranked=BUDGET_S > 0)
     config.stash[SAID] = chosen.said
 
 
@@ -85,6 +88,11 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     with schedule.place(item):
         return (yield)
+
+
+def pytest_runtest_setup() -> None:
+    if DEADLINE.is_over(time.monotonic()):
+        pytest.skip(f"left out, for the {BUDGET_S:.0f} s for what changed are over")
 
 
 @pytest.hookimpl(tryfirst=True)

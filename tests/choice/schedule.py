@@ -43,16 +43,20 @@ def shares_a_scene(item: pytest.Item) -> bool:
     return any(found[-1].scope in ("module", "package") for found in fixtures)
 
 
-def arrange(items: list[pytest.Item], durations: Durations) -> None:
-    """Put each test into its group, and the groups in order: the same one in whatever order files were collected."""
-    items.sort(key=lambda item: item.nodeid.partition("::")[0])
+def arrange(items: list[pytest.Item], durations: Durations, ranked: bool = False) -> None:
+    """Put each test into its group, and the groups in order: the same one in whatever order files were collected.
+
+    `ranked`: the tests have an order already, which the groups keep.
+    """
+    if not ranked:
+        items.sort(key=lambda item: item.nodeid.partition("::")[0])
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if name := group_of(item):
             item.add_marker(pytest.mark.xdist_group(name))
         groups[name or item.nodeid].append(item)
     seconds = {name: sum(durations[item.nodeid] for item in group) for name, group in groups.items()}
-    order = sorted(groups, key=lambda name: (name == ALONE, -seconds[name], name))
+    order = sorted(groups, key=lambda name: (name == ALONE, 0 if ranked else -seconds[name], "" if ranked else name))
     items[:] = [item for name in order for item in groups[name]]
 
 

@@ -17,7 +17,7 @@ from tests.choice.durations import LISTED_S, Durations, read_table, table_of
 from tests.choice.imports import ROOT, distances, sources
 from tests.choice.schedule import arrange, collection_order, plain_id
 from tests.choice.slices import MOST, Slice, Weighed, parse_slice, slice_numbers
-from tests.choice.touched import Candidate, changed_files, choose, nearness
+from tests.choice.touched import Candidate, Deadline, changed_files, choose, nearness
 
 WEIGHED = st.builds(Weighed, st.text(min_size=1), st.floats(0, 100), st.booleans())
 
@@ -130,6 +130,19 @@ def test_the_longest_come_first_and_what_measures_comes_last() -> None:
         ("d.py::scene", ["d.py"]),
         ("c.py::alone", ["alone"]),
     ]
+
+
+def test_ranked_tests_keep_their_order_but_for_what_measures() -> None:
+    items = [item("c.py::alone", "alone"), item("b.py::b", "slow"), item("a.py::a"), item("b.py::c", "slow")]
+    arrange(items, Durations({"b.py::c": 50.0}), ranked=True)
+    assert [each.nodeid for each in items] == ["b.py::b", "a.py::a", "b.py::c", "c.py::alone"]
+
+
+def test_a_run_for_what_changed_ends_with_its_time_and_others_never() -> None:
+    deadline = Deadline(budget_s=10.0)
+    assert [deadline.is_over(now_s) for now_s in (5.0, 15.0, 15.1)] == [False, False, True]
+    endless = Deadline(budget_s=0.0)
+    assert not any(endless.is_over(now_s) for now_s in (0.0, 1e9))
 
 
 @pytest.mark.parametrize(

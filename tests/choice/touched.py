@@ -5,6 +5,7 @@ What counts as changed: files of the commits of the last hours before the newest
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,20 @@ HOURS: Final = 12
 BUDGET_S: Final = float(os.environ.get("PEERD_TEST_TOUCHED", "0"))  # seconds for tests of what changed; 0: no such run
 COMPILED: Final = {".c", ".cpp", ".cu", ".h"}  # built and loaded by the Python files beside or above them
 SAME_ROOM: Final = 1  # as near as a direct import
+
+
+class Deadline:
+    """End of a run that has a bound in time: durations are measured on another machine, and may be wrong."""
+
+    def __init__(self, budget_s: float = BUDGET_S) -> None:
+        self._budget_s = budget_s
+        self._end_s = math.inf
+
+    def is_over(self, now_s: float) -> bool:
+        """True when the time of this run is used up; it begins with the first question."""
+        if self._budget_s and self._end_s == math.inf:
+            self._end_s = now_s + self._budget_s
+        return now_s > self._end_s
 
 
 class Candidate(NamedTuple):
