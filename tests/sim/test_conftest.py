@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from peerd.core.errors import LocalError
 from peerd.sim.clock import Agenda, SimClock, deterministic_scheduling, run_virtual
 from tests.kit.amount import examples
-from tests.kit.watchdog import LoopWatchdog
+from tests.kit.watchdog import LIMIT_S, LoopWatchdog, excused
 
 
 async def test_virtual_time_costs_no_time(autojump_clock: trio.testing.MockClock) -> None:
@@ -59,6 +59,23 @@ async def test_a_loop_that_only_waits_does_not_wake_the_watchdog() -> None:
     await trio.sleep(0.01)
     trio.lowlevel.remove_instrument(watchdog)
     assert watchdog.complaint() is None
+
+
+def block(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("excused_s", "after_s"), [(2 * LIMIT_S, 0.0), (0.01, 2 * LIMIT_S)])
+def test_an_excused_block_does_not_count_and_what_follows_it_does(excused_s: float, after_s: float) -> None:
+    async def start_a_process() -> None:
+        with excused():
+            block(excused_s)
+        block(after_s)
+
+    watchdog = LoopWatchdog()
+    trio.run(start_a_process, instruments=[watchdog])
+    assert (watchdog.complaint() is None) == (after_s == 0)
 
 
 async def test_a_watched_run_collects_only_its_own_garbage() -> None:

@@ -31,6 +31,8 @@ from typing import Any
 import pytest
 import trio
 
+from tests.kit.watchdog import excused
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = ROOT / "scripts" / "foreign"
 NAMES = ("go", "js", "py")
@@ -75,9 +77,10 @@ class Process:
         log = os.open(setup.FOREIGN / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         pipe = subprocess.PIPE
         # A session of its own, so that the daemon behind the go peer's driver is killed with it.
-        self.popen = subprocess.Popen(
-            command_line(name, flags), stdin=pipe, stdout=pipe, stderr=log, start_new_session=True, bufsize=0
-        )
+        with excused():
+            self.popen = subprocess.Popen(
+                command_line(name, flags), stdin=pipe, stdout=pipe, stderr=log, start_new_session=True, bufsize=0
+            )
         os.close(log)
         self.ready: dict[str, Any] | None = None
         self.asked = 0  # commands so far
