@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from scripts.lab import Host, Lab, WideHost, WideLab
+from tests.worlds.processes import bulk_peer
 
-PEER = Path(__file__).parents[1] / "kit" / "bulk_peer.py"
+PEER = Path(bulk_peer.__file__)
 OTHERS = 3
 MBIT = 8e-6  # of a byte
 STARTS_S = 2.0  # connections begin slowly, and a limit allows a burst first: rates are those of the time after that
