@@ -119,7 +119,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """What was chosen and left out, and one line for all that was skipped, by reason."""
+    """Print which tests were chosen and left out, and one line that counts skipped tests by reason."""
     skipped = terminalreporter.stats.get("skipped", ())
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
     for line in config.stash.get(SAID, []):

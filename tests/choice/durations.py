@@ -35,7 +35,7 @@ class Durations:
 
 
 def read_table(file: Path = TABLE) -> Durations:
-    """The committed table; an empty one where there is none."""
+    """Read the committed table. Returns an empty one if there is no file."""
     if not file.exists():
         return Durations({})
     rows = (line.split("\t", 1) for line in file.read_text("utf-8").splitlines() if not line.startswith("#"))
@@ -43,7 +43,7 @@ def read_table(file: Path = TABLE) -> Durations:
 
 
 def note(report: pytest.TestReport) -> None:
-    """Add the seconds of one phase of a test to the file of measurements."""
+    """Append the seconds of one phase of a test to the file of measurements."""
     if MEASURED and "PYTEST_XDIST_WORKER" not in os.environ:
         with Path(MEASURED).open("a", encoding="utf-8") as file:
             file.write(f"{report.duration:.4f}\t{report.nodeid}\n")

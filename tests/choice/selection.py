@@ -1,4 +1,4 @@
-"""What a run takes of all tests: the quick ones, everything, one slice of it, or what a change touches."""
+"""Selects the tests of a run: the quick ones, everything, one slice of it, or those that a change touches."""
 
 from __future__ import annotations
 

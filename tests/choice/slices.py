@@ -39,7 +39,7 @@ class Weighed(NamedTuple):
 
 
 def parse_slice(text: str = ASKED) -> Slice | None:
-    """The slice that is asked for, such as 2/6; None: everything."""
+    """Parse a slice such as 2/6. Returns None, which means everything, for an empty text."""
     if not text:
         return None
     found = re.fullmatch(r"([1-9]\d?)/([1-9]\d?)", text)

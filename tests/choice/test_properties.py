@@ -49,7 +49,7 @@ def names_due() -> set[str]:
 
 
 def faults_of(page: str) -> list[str]:
-    """What is wrong with the tables of a page."""
+    """List the faults of the tables of a page."""
     faults: list[str] = []
     rows: list[Property] = []
     for head in (QUICK, EVERYTHING):

@@ -1,6 +1,6 @@
 """Tests that a change touches: those in its room, and those that import what changed, the nearest first.
 
-What counts as changed: files of the commits of the last hours before the newest one, and of the working tree.
+Changed files are those of the commits of the last hours before the newest one, and of the working tree.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def changed_files(hours: float = HOURS) -> set[Path]:
 
 
 def _git(*arguments: str) -> str:
-    """What git prints; "" outside a repository."""
+    """Return the output of git, or "" outside a repository."""
     ended = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     return ended.stdout if ended.returncode == 0 else ""
 
