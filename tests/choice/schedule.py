@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import accumulate
@@ -87,10 +86,10 @@ def workers() -> int:
 @contextlib.contextmanager
 def place(item: pytest.Item) -> Iterator[None]:
     """Wait until the test may run: alone, or beside others that need not be alone."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")
-    if not run or os.name != "posix":
+    folder = item.config.getoption("basetemp")  # of this process; the folder above it is all processes'
+    if os.name != "posix" or not folder or "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
-    with (Path(tempfile.gettempdir()) / f"peerd-tests-{run}.lock").open("a") as lock:
+    with (Path(folder).parent / "alone.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if item.get_closest_marker(ALONE) else fcntl.LOCK_SH)
         yield
