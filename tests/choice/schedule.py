@@ -30,9 +30,14 @@ def group_of(item: pytest.Item) -> str:
     """Tests of one group run one after the other, in one process."""
     if item.get_closest_marker(ALONE):
         return ALONE
-    marks = {mark.name for mark in item.iter_markers()}
+    marks = marks_of(item)
     file = item.nodeid.partition("::")[0]
     return file if "slow" not in marks or marks & LAB or shares_a_scene(item) else ""
+
+
+def marks_of(item: pytest.Item) -> set[str]:
+    """Names of a test's marks, those of its module included."""
+    return {mark.name for mark in item.iter_markers()}
 
 
 def shares_a_scene(item: pytest.Item) -> bool:

@@ -11,7 +11,7 @@ from tests.choice import passed
 from tests.choice.durations import Durations
 from tests.choice.imports import ROOT
 from tests.choice.properties import shown_in_quick_runs
-from tests.choice.schedule import ALONE, plain_id, workers
+from tests.choice.schedule import ALONE, marks_of, plain_id, workers
 from tests.choice.slices import Slice, Weighed, parse_slice, slice_numbers
 from tests.choice.touched import BUDGET_S, HOURS, Candidate, changed_files, choose, nearness
 from tests.kit.amount import ALL
@@ -50,11 +50,6 @@ def is_quick(item: pytest.Item) -> bool:
     """True for a test of `make test`: one that takes no time, or shows a property of the table in `tests/README.md`."""
     marks = marks_of(item)
     return not marks & LONG and ("slow" not in marks or item.nodeid.partition("[")[0] in shown_in_quick_runs())
-
-
-def marks_of(item: pytest.Item) -> set[str]:
-    """Names of a test's marks, those of its module included."""
-    return {mark.name for mark in item.iter_markers()}
 
 
 def weigh(item: pytest.Item, durations: Durations) -> Weighed:
