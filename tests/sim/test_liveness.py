@@ -47,7 +47,7 @@ def run_of(folder: Path, delayed: bool = False) -> RunFile:
 
 
 def told(roles: Roles) -> dict[str, Any]:
-    """What each role waits for, by its peer's name."""
+    """Reasons for which roles wait, by the names of their peers."""
     return {name: why for name, role in sorted(roles.live.items()) if (why := role.status()["waits_for"])}
 
 

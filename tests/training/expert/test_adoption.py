@@ -44,7 +44,7 @@ ONE_PREFIX = expert_run(1, 6, checkpoint_updates=10, checkpoint_s=5)
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one expert; what follows `owners` is that of the first of them."""
+    """Owners of one expert at the end; the other fields are those of the first owner."""
 
     owners: tuple[str, ...]
     adopted: tuple[Mapping[str, Any], ...] = ()  # events of its adoption, on all hosts
@@ -119,7 +119,7 @@ SAVED, ROTTEN, NAN, LARGE, BOASTED, UNSAVED = UIDS[3], UIDS[1], UIDS[2], UIDS[6]
 
 @dataclass(frozen=True)
 class Lost:
-    """What became of the experts of a lost host, and the counts of all adopters."""
+    """Results for the experts of a lost host, and the counters of all adopters."""
 
     mortal: str  # its peer id
     saved: Pointer  # of SAVED, as the host made it
@@ -262,7 +262,7 @@ def test_an_expert_that_was_never_saved_begins_anew(lost: Lost) -> None:
 
 @dataclass(frozen=True)
 class Gone:
-    """What became of experts whose hosts went, and of the order in which others come for the first one."""
+    """Results for experts whose hosts left, and the order in which others try to adopt the first one."""
 
     turn: Sequence[str]
     fates: Mapping[Uid, Fate]

@@ -232,7 +232,7 @@ async def expert_swarm(root: Path, run: RunFile | None = None) -> AsyncIterator[
 
 
 def in_expert_swarm(scene: Callable[[ExpertSwarm], Awaitable[T]], root: Path, run: RunFile | None = None) -> T:
-    """What `scene` returns, run in a swarm under a virtual clock of its own."""
+    """Run `scene` in a swarm under a virtual clock of its own, and return its result."""
 
     async def whole() -> T:
         async with expert_swarm(root, run) as swarm:

@@ -76,7 +76,7 @@ def pinned(run: RunFile, stage: int) -> RunFile:
 
 
 class Network(Protocol):
-    """What peers stand on."""
+    """A network, a clock and workers for the peers of a swarm."""
 
     def stack(self, name: str) -> PeerStack:
         """The protocol stack of a new peer, or of an old one that starts again."""
