@@ -4,7 +4,7 @@
 
 Commands are described in tests/worlds/processes/foreign.py. The daemon's control protocol is protobuf, each message
 behind a varint length, over a unix socket; a stream that was opened or accepted is that socket itself from then on.
-p2pd knows no half-closed streams: when one direction ends it drops the other, so whoever sends closes last.
+p2pd has no half-closed streams: it drops both directions when one ends, so the sender closes last.
 The daemon is started here and killed when stdin ends. It stays on loopback: no port mapping, no bootstrap peers.
 """
 
