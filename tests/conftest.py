@@ -27,6 +27,7 @@ import trio.testing
 from peerd.sim.clock import deterministic_scheduling
 from tests.choice import durations, passed, schedule
 from tests.choice.selection import select
+from tests.choice.slices import parse_slice
 from tests.choice.touched import BUDGET_S, Deadline
 from tests.kit.amount import ALL, examples
 from tests.kit.watchdog import LoopWatchdog
@@ -50,6 +51,7 @@ def _session_seed() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    parse_slice()  # here, where a wrong one is one sentence: processes that run tests would each fail in their own way
     # Simulated swarms make and drop far more objects than they keep: searched at each 700, they take a quarter longer.
     gc.set_threshold(50_000, 20)
     config.addinivalue_line("markers", "no_watchdog(reason): the test may block the trio loop for long")
