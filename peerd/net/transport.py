@@ -160,7 +160,6 @@ class Transport(Protocol):
         ...
 
 
-@runtime_checkable
 class RoamingTransport(Transport, Protocol):
     """A Transport that knows where this machine is in the network, which may change: optional."""
 
@@ -171,6 +170,12 @@ class RoamingTransport(Transport, Protocol):
     async def relocated(self) -> None:
         """Wait until the machine's addresses are others than at the call; what listeners name is others then, too."""
         ...
+
+
+def roaming(transports: Iterable[Transport]) -> list[RoamingTransport]:
+    """Those that know where this machine is."""
+    # `isinstance` would take longer than all else that is asked of them, for each message of the directory.
+    return [cast(RoamingTransport, each) for each in transports if hasattr(each, "networks")]
 
 
 async def close_surely(*ends: RawLink | Listener) -> None:

@@ -17,7 +17,7 @@ from peerd.core.addr import ip_of, is_relayed, reach, with_peer
 from peerd.core.ids import PeerId
 from peerd.machine.connectivity.happy_eyeballs import IpNetwork, Surroundings
 from peerd.net.tcp.listen import open_listeners
-from peerd.net.transport import Listener, RoamingTransport, Transport, close_surely
+from peerd.net.transport import Listener, RoamingTransport, Transport, close_surely, roaming
 
 _log = logging.getLogger("peerd.net")
 
@@ -59,7 +59,7 @@ class Whereabouts:
 
     def networks(self) -> tuple[IpNetwork, ...]:
         """Networks that this machine is in; empty when they are not known."""
-        return tuple(net for way in self._transports if isinstance(way, RoamingTransport) for net in way.networks())
+        return tuple(net for way in roaming(self._transports) for net in way.networks())
 
     def surroundings(self) -> Surroundings:
         """Network surroundings, on which the order of dials depends."""
@@ -102,9 +102,8 @@ class Whereabouts:
     async def follow(self, moved: Callable[[], None]) -> None:
         """Notice, until cancelled, when this machine is elsewhere; `moved` hears of it before anybody else."""
         async with trio.open_nursery() as nursery:
-            for transport in self._transports:
-                if isinstance(transport, RoamingTransport):
-                    nursery.start_soon(self._follow, transport, moved)
+            for transport in roaming(self._transports):
+                nursery.start_soon(self._follow, transport, moved)
 
     async def _follow(self, transport: RoamingTransport, moved: Callable[[], None]) -> None:
         while True:
