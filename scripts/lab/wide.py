@@ -85,13 +85,13 @@ class Router(Space):
     def forget(self) -> None:
         """Lose all mappings and connections, as a router that is switched off and on. New ones get other ports."""
         self._key += 1
-        self.rule(renumbered(self.kind, self._key))
+        # The kernel's connections go last: what passes from then on is learnt anew, and nothing of that is emptied.
+        self.rule(renumbered(self.kind, self._key) + forgotten(self.kind))
         with self.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETFILTER) as kernel:
             kernel.settimeout(10)
             kernel.send(FORGET_CONNECTIONS)
             (failed,) = struct.unpack_from("=i", kernel.recv(4096), 16)
         assert failed == 0, f"the kernel does not forget: {os.strerror(-failed)}"
-        self.rule(forgotten(self.kind))
 
     def forward(self, protocol: str, port: int, host: WideHost) -> None:
         """Lead a port of the router ("tcp" or "udp") to the same port of `host`, whoever sends."""
