@@ -446,7 +446,11 @@ def invoke(argv: list[str]) -> int:
     """Run one command line in this process; the exit code. Messages go to stderr."""
     command = typer.main.get_command(app)
     try:
-        command.main(args=argv, prog_name="peerd")
+        try:
+            command.main(args=argv, prog_name="peerd")
+        finally:
+            with contextlib.suppress(BrokenPipeError, ValueError):  # who read it has seen enough
+                sys.stdout.flush()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except PeerdError as error:
@@ -461,8 +465,9 @@ def invoke(argv: list[str]) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         what = f": {error.filename} can't be written" if error.filename else ""
-        remedy = "make room in the data directory, or give another --data-dir"
-        sys.stderr.write(f"peerd: the disk is full{what}; {remedy}\n")
+        sys.stderr.write(
+            f"peerd: the disk is full{what}; make room in the data directory, or give another --data-dir\n"
+        )
         return 1
     return 0
 
@@ -490,8 +495,5 @@ def main() -> None:
 def _end(code: int) -> NoReturn:
     """Exit; at once where torch is loaded: it may wait 10 s for its own threads, and aborts where one computes."""
     if "torch" in sys.modules:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
+        os._exit(code)  # `invoke` has flushed what was printed
     sys.exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,18 @@ def test_a_bug_leaves_one_line_and_a_file_with_the_details() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+def test_output_that_the_disk_does_not_take_is_told() -> None:
+    code = "import sys, torch, peerd.cli as cli; cli.app.command('say')(lambda: sys.stdout.write('words')); cli.main()"
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", code, "say"]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=buffered, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("peerd: the disk is full; make room")
+
+
+@pytest.mark.slow
 def test_python_m_peerd_is_the_peerd_command() -> None:
     ended = subprocess.run([sys.executable, "-m", "peerd", "--version"], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (0, f"peerd {__version__}\n")
@@ -107,7 +120,7 @@ def invoke(argv: list[str]) -> int:
     for thread in threading.enumerate():
         if thread.name.startswith("peerd ") and ends.is_set():
             thread.join()
-    print("last words")
+    print("last words", flush=True)
     return 2
 
 cli.invoke = invoke
