@@ -26,6 +26,7 @@ import typer
 from msgspec import structs
 
 from peerd.commands import evaluate, export, generate, token
+from peerd.commands.guest_options import DownloadMbit, HoursOfDay, MemoryGb, Nice, Threads, Trust, UploadMbit
 from peerd.commands.plan import plan
 from peerd.control.guest import GuestFlags, obey, settled
 from peerd.core.errors import ConfigError, PeerdError, missing_package
@@ -68,12 +69,6 @@ Device = Annotated[str, typer.Option(metavar="NAME", help="Where to compute: cpu
 Seed = Annotated[int | None, typer.Option(help="Makes this peer's random choices repeatable.")]
 LogLevel = Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warn or error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
-UploadMbit = Annotated[float | None, typer.Option(metavar="MBIT", help="Send no faster: Mb/s.")]
-DownloadMbit = Annotated[float | None, typer.Option(metavar="MBIT", help="Receive no faster: Mb/s.")]
-Threads = Annotated[int | None, typer.Option(metavar="N", help="Keep no more processors busy than so many.")]
-Nice = Annotated[int | None, typer.Option(metavar="0-19", help="Priority: 19 after all other programs. [default: 10]")]
-MemoryGb = Annotated[float | None, typer.Option(metavar="GB", help="Take no stage that needs more memory.")]
-HoursOfDay = Annotated[str | None, typer.Option("--hours", metavar="HH:MM-HH:MM", help="When it takes part.")]
 
 
 def _version(wanted: bool) -> None:
@@ -125,6 +120,7 @@ def join(
     nice: Nice = None,
     memory_gb: MemoryGb = None,
     hours: HoursOfDay = None,
+    trust: Trust = None,
     seed: Seed = None,
     log_level: LogLevel = "info",
     yes: Annotated[bool, typer.Option("--yes", help="With LINK: agree to its run file.")] = False,
@@ -146,6 +142,7 @@ def join(
         nice=nice,
         memory_gb=memory_gb,
         hours=hours,
+        trust=trust,
     )
     flags = Flags(role or [], model, bootstrap, listen, data_dir, device, seed, log_level, alone, guest)
     given = (yes or None, data, token, allow_code)

@@ -34,7 +34,7 @@ from peerd.control.connectivity import Connectivity, ConnectivityConfig, relayin
 from peerd.control.guest import limits_told
 from peerd.control.open_hours import OpenHours
 from peerd.control.papers import PeerPapers
-from peerd.core.addr import parse_addr, with_peer
+from peerd.core.addr import parse_addr, peers_named, with_peer
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, PeerdError
 from peerd.core.keys import Keypair
@@ -142,6 +142,7 @@ class Daemon:
         self._services: RunServices | None = None
         if plan.run is not None:
             self._services = RunServices(plan.run, self.host, self.rpc, self.dht, ground.clock)
+            self._services.proofs.trust(peers_named(plan.bootstrap))
         self.company = Company((self.host, self.dht), self._services, plan.company, self._tell_of_company)
         self._failure: Exception | None = None
         self._stopping = trio.Event()

@@ -88,6 +88,7 @@ class BackboneRole:
         try:
             await self._announce(services)  # before torch is here: else a swarm that begins might begin at the start
             async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._show_proofs, services)
                 nursery.start_soon(self._watch, Watching(self._ctx, services), curves)
                 nursery.start_soon(self._renew_table)
                 nursery.start_soon(self._keep, services)
@@ -177,6 +178,11 @@ class BackboneRole:
         except (ConfigError, OSError) as error:
             self._no_table = isinstance(error, ConfigError)  # said once
             self._ctx.log.event("curve.table_skipped", level="warning", reason=str(error))
+
+    async def _show_proofs(self, services: RunServices) -> None:
+        """Give others the commit proofs of what is kept."""
+        with services.proofs.serving():
+            await trio.sleep_forever()
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ FLAGS = {
         *("--role", "--model", "--config", "--bootstrap", "--listen", "--data-dir", "--device", "--seed"),
         *("--log-level", "--help", "--alone"),
         *("link", "--yes", "--data", "--token", "--allow-code"),
-        *("--upload-mbit", "--download-mbit", "--threads", "--nice", "--memory-gb", "--hours"),
+        *("--upload-mbit", "--download-mbit", "--threads", "--nice", "--memory-gb", "--hours", "--trust"),
     },
     "status": {"--swarm", "--watch", "--json", "--metrics", "--data-dir", "--help"},
     "demo": {"--kind", "--steps", "--data", "--calm", "--json", "--data-dir", "--help"},

@@ -38,6 +38,7 @@ class GuestFlags:
     nice: int | None = None
     memory_gb: float | None = None
     hours: str | None = None
+    trust: list[str] | None = None
 
     def over(self, limits: LimitsSection) -> LimitsSection:
         """`limits` with the flags in their place; ConfigError names the first flag that makes no sense."""

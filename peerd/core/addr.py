@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from multiaddr import Multiaddr
@@ -146,6 +147,17 @@ def split_peer(addr: Multiaddr) -> tuple[Multiaddr, PeerId | None]:
         except ValueError:
             pass
     return addr, None
+
+
+def peers_named(texts: Iterable[str]) -> list[str]:
+    """The peers that addresses end at, as texts; those without one, and what is no address, are left out."""
+    found = []
+    for text in texts:
+        with suppress(ConfigError):
+            peer = split_peer(parse_addr(text))[1]
+            if peer is not None:
+                found.append(peer.text)
+    return list(dict.fromkeys(found))
 
 
 def with_peer(addr: Multiaddr, peer: PeerId) -> Multiaddr:

@@ -27,6 +27,7 @@ from peerd.machine.pipeline.routes import Route
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.net.host.host import Host
 from peerd.service.averaging.preconnect import Assembling
+from peerd.service.conductor.commit_proofs import CommitProofs, trusted_peers
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.conductor.conductor_server import Conducting
 from peerd.service.conductor.orders import ConductingConfig
@@ -95,6 +96,7 @@ class RunServices:
         self._corpus: dict[str, str] = {}
         self.directory = Directory(run.run, run.pipeline.stages, host, dht, rpc.gate)
         self.following = Following(rpc, host.id, self.directory, ways=self)
+        self.proofs = CommitProofs(self.fingerprint, rpc, host, self.following, trusted_peers(run))
         host.book.members_by(self.serves)  # in runs with tokens, too: a peer that serves has shown one
 
     def serves(self, peer: str) -> bool:
@@ -334,4 +336,4 @@ class RunServices:
             samples=run.batch.target_samples,
             prepare_timeout_s=60.0 + 6 * run.averaging.sender_timeout_s,
         )
-        return Conducting(config, self._rpc, self._host, self.clock, self.following)
+        return Conducting(config, self._rpc, self._host, self.clock, self.following, self.proofs)

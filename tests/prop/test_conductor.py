@@ -9,7 +9,7 @@ import pytest
 from peerd.core.messages.swarm import LineInfo, Mb
 from peerd.machine.conductor import step_cycle
 from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.phases import Phase
+from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import CancelAttempt, ConductorConfig, MemberGone, PrepareEnded, SendMove, SendPrepare
 from tests.kit.amount import some
 from tests.worlds.machines.conducting import first_order

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -20,7 +21,6 @@ from peerd.machine.swarm.events import (
     MemberHello,
     MoveEnded,
     Note,
-    Origin,
     Output,
     PrepareEnded,
     SendMove,
@@ -61,10 +61,7 @@ class Lied(Swarm):
 
     def new_conductor(self) -> Conductor:
         config = ConductorConfig(stages=STAGES, microbatches=BATCH, first_save=2, gather_s=1.0, broken_s=3.0)
-        known = {}
-        if hasattr(self, "conductor"):
-            known = {m.peer: m.stage for m in self.conductor.members() if m.ready}
-        origin = Origin(own="m1", established=known, verify=self.verify)
+        origin = replace(self.origin(), verify=self.verify)
         return Conductor(config, random.Random(self.rng.random()), self.now, origin)
 
     def verify(self, holder: str, stage: int, step: int, mb: Mb, shown: Receipt) -> bool:

@@ -46,7 +46,10 @@ def recalling(asked: list[Position], saved: list[Position]) -> Recalling:
     )
     directory = SimpleNamespace(refresh=nothing, kept={"x": [OLD, NEW]}, keepers=lambda position: ["x", "y"])
     training = SimpleNamespace(
-        kept_fetcher=lambda: SimpleNamespace(fetch=fetch), directory=directory, fingerprint=bytes(32)
+        kept_fetcher=lambda: SimpleNamespace(fetch=fetch),
+        directory=directory,
+        fingerprint=bytes(32),
+        proofs=SimpleNamespace(counts=lambda position, keepers: True),
     )
     model = SimpleNamespace(outline=None)
     joiner, reports = SimpleNamespace(work=nothing, model=model), SimpleNamespace(members=[], tell=lambda: None)

@@ -21,12 +21,14 @@ from peerd.core.limits import (
     AVERAGE_ROUNDS,
     FORESEEABLE_S,
     FRAME_ELEMENTS,
+    KEPT_SETS,
     LAST_STEP,
     LINE_S_PER_BYTE,
     MEMBERS,
     MICROBATCHES,
     REDO_AT_ONCE,
     SAVED_TOLD,
+    SEEN_POSITIONS,
     STAGES,
     WAITS_CHARS,
 )
@@ -113,6 +115,7 @@ class MemberInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     client: bool = False  # it can dial, and not be dialed
     since: Moment = 0.0  # when it joined its stage; 0 of a helper
     rate: WorkRateTold = 0.0  # microbatches a second, as far as batches bear it out; 0: not known
+    helped: bool = False  # to make a step, in the last of these
 
 
 class MemberNews(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -172,6 +175,8 @@ class MemberSync(Message, frozen=True):
     digest: Digest = b""  # of the last mean it has, as in Prepared; only together with `held`
     listed: Version = 0  # of the list of members that it has
     load: PostLoad | None = None  # None: as said before, or nothing known
+    # Positions of the swarm, the newest last, that it took part in or was told of; only together with `held`.
+    witnessed: Annotated[list[Position], msgspec.Meta(max_length=SEEN_POSITIONS)] = msgspec.field(default_factory=list)
 
 
 class Forecast(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -191,6 +196,9 @@ class MemberAnswer(Message, frozen=True):
     members: MemberNews | None  # None: the list that it has is the newest
     forecast: Forecast | None = None  # of the step under way; None: nobody knows
     lost: bool = False  # there is no position that every stage can reach: what others keep is needed
+    # While `lost`: positions with proof, the newest first; a checkpoint of one that a backbone keeps is wanted.
+    wanted: Annotated[list[Position], msgspec.Meta(max_length=KEPT_SETS)] = msgspec.field(default_factory=list)
+    apart: bool = False  # the position in the report is unknown here: it may be of another part of the run
 
 
 class ListMembers(Message, frozen=True):
@@ -356,12 +364,15 @@ class Moved(Message, frozen=True):
     """The answer to commit and restore: where the member stands now."""
 
     position: Position
+    digest: Digest = b""  # of a commit: of the mean that it stepped with,
+    signature: Signature = b""  # and its signature of that; see core/messages/commits
 
 
 class Conducts(Message, frozen=True):
-    """A conductor's answer that it is one: the term it acts in."""
+    """A conductor's answer that it is one: the term it acts in, and the position of its members (None: unknown)."""
 
     term: Term
+    current: Position | None = None
 
 
 class Leave(Message, frozen=True):

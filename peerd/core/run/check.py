@@ -184,6 +184,8 @@ def limits_faults(limits: LimitsSection) -> list[tuple[str, str]]:
         value = getattr(limits, key)
         if value is not None and not least <= value <= most:
             faults.append((key, f"is {value}; allowed: {allowed}"))
+    if strange := [peer for peer in limits.trust if not is_peer_text(peer)]:
+        faults.append(("trust", f"names {strange[0]!r}; allowed: peer ids such as 12D3KooW..."))
     if limits.hours:
         try:
             Hours.parse(limits.hours)

@@ -193,6 +193,8 @@ class LimitsSection(Section, frozen=True):
     nice: int | None = None  # priority of the process, as of `nice`; none: 10 where it joins, 0 where it is a backbone
     memory_gb: float = 0.0  # of this process, 10^9 bytes; on a GPU, of that too; 0: no limit
     experts: int = 0  # that this peer hosts at most; 0: as many as its memory holds
+    # Peer ids, beside those of `bootstrap`, whose word on the run's positions this peer takes without further evidence.
+    trust: list[str] = msgspec.field(default_factory=list)
     hours: str = ""  # of the day, by this machine's clock: 22:00-08:00, several with commas; empty: always
 
     @property

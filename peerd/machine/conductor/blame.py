@@ -15,8 +15,8 @@ from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.batches import Batches
 from peerd.machine.batch.credit import CreditFault, fault_of
 from peerd.machine.batch.probation import Probation
-from peerd.machine.conductor.recovery import Established
 from peerd.machine.conductor.standing import PutAside, Standing
+from peerd.machine.positions.proven_positions import Established
 from peerd.machine.swarm.events import Note, Origin, Output
 from peerd.machine.swarm.posts import peer_of
 from peerd.machine.swarm.roster import Roster

@@ -20,10 +20,10 @@ from collections.abc import Iterable
 from peerd.core.messages.swarm import LineInfo, Mb, MemberInfo, Position, Redo
 from peerd.machine.batch.batches import Batches
 from peerd.machine.conductor.blame import Blame
-from peerd.machine.conductor.phases import Course, Phase
-from peerd.machine.conductor.position_search import PositionSearch
 from peerd.machine.conductor.stage_close import Closing
 from peerd.machine.conductor.step_cycle import StepCycle
+from peerd.machine.positions.phases import Course, Phase
+from peerd.machine.positions.position_search import PositionSearch
 from peerd.machine.rebalance.rebalancer import RebalanceConfig
 from peerd.machine.rebalance.rebalancing import Rebalancing
 from peerd.machine.swarm.events import (
@@ -166,7 +166,7 @@ class Conductor:
 
     def members(self) -> list[MemberInfo]:
         """Every living member, sorted by peer, and then the helpers."""
-        return self.roster.members(self.course.serves)
+        return self.roster.members(self.course.serves, self.search.established)
 
     def admitted(self, trainer: str, early: bool = False) -> list[int]:
         """The trainer's microbatches in this step's batch, or in the next one's."""
@@ -251,7 +251,7 @@ class Conductor:
             return
         entry = self.roster.entries[peer]
         if self.course.commits:
-            self.search.established.add(peer, entry.stage)
+            self.search.established.add(peer, entry.stage, position.step)
         self.roster.move(peer, position, stepped=self.course.commits)
 
     def _report(self, now: float, report: TrainerReport) -> None:
@@ -313,9 +313,10 @@ class Conductor:
         if target != self.current:
             self.batches.step_made(target.step - 1)
         self.course.arrive(self._config.total_steps)
-        self.search.arrived()
+        self.search.arrived(target)
         self._closing.renew()
         if stepped:
+            self.search.established.step_made(target.step)
             self._step.step_made(now, target)
         members = sorted(self.roster.entries.items())
         for peer, entry in members:

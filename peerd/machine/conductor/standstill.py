@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.phases import Phase
+from peerd.machine.positions.phases import Phase
 
 _PATIENCE_S: Final = 10.0
 _NAMED: Final = 4  # of the peers that are waited for; the others are counted

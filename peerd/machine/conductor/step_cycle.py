@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from peerd.core.messages.swarm import Position
 from peerd.machine.batch.batches import Batches, StageView
-from peerd.machine.conductor.phases import Course, Phase
 from peerd.machine.conductor.stage_close import Closing
+from peerd.machine.positions.phases import Course, Phase
 from peerd.machine.swarm.events import ConductorConfig, Note, Output, SendMove, TrainerReport
 from peerd.machine.swarm.latecomers import Latecomers
 from peerd.machine.swarm.roster import Roster

@@ -11,7 +11,7 @@ import math
 from peerd.core.limits import FORESEEABLE_S
 from peerd.core.messages.swarm import Forecast
 from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.phases import Phase
+from peerd.machine.positions.phases import Phase
 
 _KEPT_S = 0.2
 _SMOOTHING = 0.3

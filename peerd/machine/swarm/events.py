@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from peerd.core.messages.swarm import Done, Mb, Position, Receipt
@@ -48,10 +48,14 @@ class ConductorConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Peers that a conductor can rely on: its own, and the members that the one before it named as ready, by stage."""
+    """What a conductor can rely on: its own peer, and the members that the one before it named as ready, by stage."""
 
     own: str = ""
     established: Mapping[str, int] = field(default_factory=dict)
+    seen: Collection[Position] = ()  # positions of the swarm that the own peer took part in, or was told of
+    trusted: Collection[str] = ()  # peers whose word the user takes
+    cold: bool = False  # what it knows is from before a restart: members that are away may come back with their states
+    signers: Callable[[Position], Set[str]] | None = None  # peers that validly signed a commit to a position
     verify: Verify | None = None  # looks at a receipt; None: none counts
     place_of: Callable[[str], str] | None = None  # where a peer connects from; None: each from a place of its own
 
@@ -72,6 +76,7 @@ class MemberHello:
     early: frozenset[Mb] = frozenset()  # what it holds for the step after its own
     since: float = 0.0  # when it joined its stage, Unix time
     digest: bytes = b""  # of the last mean it has, be it prepared or stepped with
+    seen: tuple[Position, ...] = ()  # positions of the swarm that it took part in, or was told of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ there are never more than MAX_MEMBERS members.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,6 +35,7 @@ class RosterEntry:
     early: frozenset[Mb] = frozenset()
     since: float = 0.0
     digest: bytes = b""  # of the last mean it has
+    seen: frozenset[Position] = frozenset()  # positions of the swarm that it took part in, or was told of
 
     @classmethod
     def of(cls, hello: MemberHello) -> RosterEntry:
@@ -51,12 +52,18 @@ class RosterEntry:
             early=hello.early,
             since=hello.since,
             digest=hello.digest,
+            seen=frozenset(hello.seen),
         )
 
     @property
     def reach(self) -> set[Position]:
         """Positions where the member says that it stands, or could go."""
         return {self.position, *self.saved, *([self.prepared] if self.prepared else [])}
+
+    @property
+    def saw(self) -> set[Position]:
+        """Positions that it bears out: those it could go to, and those it has seen."""
+        return self.reach | self.seen
 
     @property
     def is_anywhere(self) -> bool:
@@ -209,8 +216,10 @@ class Roster:
                 batch |= entry.counted
         return batch
 
-    def members(self, serves: Callable[[str, Position], bool]) -> list[MemberInfo]:
-        """Every living member, sorted by post, and then the helpers. `serves`: is one that stands there ready?"""
+    def members(self, serves: Callable[[str, Position], bool], helped: Container[str]) -> list[MemberInfo]:
+        """Every living member, sorted by post, and then the helpers. `serves`: is one that stands there ready?
+        `helped`: the posts that took part in a step.
+        """
         members = [
             MemberInfo(
                 peer=peer,
@@ -220,6 +229,7 @@ class Roster:
                 client=self.lines.is_client(peer),
                 since=m.since,
                 rate=self._rates.get(peer, 0.0),
+                helped=peer in helped,
             )
             for peer, m in sorted(self.entries.items())
         ]

@@ -89,7 +89,7 @@ class Following:
     differs: bool = False  # True while another peer conducts, and refuses us for our run file
     run_waits_for: str = ""  # the reason that the run stands still, by the conductor's last answer; "" when it moves
     members: list[MemberInfo] = field(default_factory=list)  # as the conductor listed them last
-    established: dict[str, int] = field(default_factory=dict)  # post that it listed as ready last -> its stage
+    established: dict[str, int] = field(default_factory=dict)  # post that helped to make a step -> its stage
     told: Signal = field(default_factory=Signal)  # set with each such list
     _serving: frozenset[str] = frozenset()  # the peers of `established`
     _forecast: tuple[float, Forecast] | None = None  # (received at, forecast)
@@ -123,7 +123,7 @@ class Following:
         when the conductor is lost a moment later.
         """
         self.members = known = self.directory.learn_members(members)
-        ready = {post_name(m.peer, m.stage): m.stage for m in known if m.ready}
+        ready = {post_name(m.peer, m.stage): m.stage for m in known if m.ready and m.helped}
         stages = set(ready.values())  # of the others, and while a new conductor gathers, the list before counts
         self.established = {p: s for p, s in self.established.items() if s not in stages} | ready
         self._serving = frozenset(map(peer_of, self.established))

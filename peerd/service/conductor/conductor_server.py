@@ -18,6 +18,7 @@ from peerd.core.ids import PeerId
 from peerd.core.work import Worker
 from peerd.machine.conductor.conductor import Conductor
 from peerd.net.host.host import Host, PeerDown
+from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.conductor.duty import Duty
 from peerd.service.conductor.machine_driver import MachineDriver
@@ -39,16 +40,26 @@ _SENDING_S = 4.0  # since its last bytes; an idle link has a ping now and then
 class Conducting:
     """Serves `swarm/4/...` and `network/1/...`; `run` carries the duty."""
 
-    def __init__(self, config: ConductingConfig, rpc: Rpc, host: Host, clock: Clock, following: Following) -> None:
+    def __init__(
+        self,
+        config: ConductingConfig,
+        rpc: Rpc,
+        host: Host,
+        clock: Clock,
+        following: Following,
+        proofs: CommitProofs | None = None,
+    ) -> None:
+        proofs = proofs or CommitProofs(config.fingerprint, rpc, host, following, ())
         self._host, self._following = host, following
         self.notes: Callable[[str], None] = log.info
         self.warnings: Callable[[str], None] = log.warning
         self.orders = Orders(config, rpc)
         self.orders.notes = self._note
+        self.orders.moved = proofs.evidence.collect
         rivals = Rivals(config.fingerprint, rpc, host, following)
         self._driver = MachineDriver(self.orders, rivals.answers, self._note, self._sends)
         self._driver.warnings = lambda text: self.warnings(text)
-        self._duty = Duty(config, host, clock, rivals, self._driver)
+        self._duty = Duty(config, host, clock, rivals, self._driver, proofs)
         self._reports = Reports(config.fingerprint, rpc, following, self._duty, self._driver)
         self._clock, self._microbatches = clock, config.conductor.microbatches
         self._replanning: Replanning | None = None

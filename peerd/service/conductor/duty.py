@@ -9,6 +9,7 @@ hearsay go to the machine. Hostile input: a term in any peer's report only makes
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import trio
@@ -19,12 +20,13 @@ from peerd.core.errors import NOT_CONDUCTING, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import LOOKED_AT_PEERS, SUSPECTS
 from peerd.core.messages.proof import has_received
-from peerd.core.messages.swarm import Mb, Receipt
+from peerd.core.messages.swarm import Conducts, Mb, Position, Receipt
 from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.phases import Phase
+from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import Origin
 from peerd.machine.swarm.posts import peer_of, post_name
 from peerd.net.host.host import Host
+from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.conductor.grants import Granting
 from peerd.service.conductor.machine_driver import MachineDriver
 from peerd.service.conductor.orders import ConductingConfig
@@ -36,6 +38,8 @@ _REFRESH_S = 10.0  # for the directory, which asks many
 _FIRST_LOOK_S = 0.5
 _TAKE_OVER_GATHER_S = 0.3
 _INSISTS_S = 8.0  # that a peer asks one that is conducted by another: in that time it has asked many in the order
+_PROOFS = 4  # positions, and members for each, that are asked for proofs in one look
+_ASKED_AGAIN_S = 20.0  # between two such questions to one peer about one position
 _FORGOTTEN_S = 12.0  # between two calls, and it asks anew
 
 
@@ -43,13 +47,20 @@ class Duty:
     """See the module's header. `driver` has the tenure while there is one."""
 
     def __init__(
-        self, config: ConductingConfig, host: Host, clock: Clock, rivals: Rivals, driver: MachineDriver
+        self,
+        config: ConductingConfig,
+        host: Host,
+        clock: Clock,
+        rivals: Rivals,
+        driver: MachineDriver,
+        proofs: CommitProofs,
     ) -> None:
-        self._config, self._host, self._clock, self._driver = config, host, clock, driver
+        self._config, self._host, self._clock, self._driver, self._proofs = config, host, clock, driver, proofs
         self._rivals, self._following = rivals, rivals.following
         self.work: tuple[float, ...] = ()  # of a microbatch in each stage, relative to each other; empty: all the same
         self.term = 0  # the latest that is believed; this peer's own while it conducts
         self._doubt = trio.Event()  # set, and replaced, when a report names a later term than ours
+        self._asked = BoundedDict[tuple[PeerId, Position], float](SUSPECTS)  # for a proof -> when
         self._asking = BoundedDict[PeerId, tuple[float, float]](SUSPECTS)  # peers sent to look further -> since, last
 
     def hear_of_term(self, heard: int) -> None:
@@ -101,11 +112,16 @@ class Duty:
         sizes = replace(self._config.conductor, work=self.work)
         if self.term > 1:  # a run that is on its way: its members are known, and will soon report
             sizes = replace(sizes, gather_s=_TAKE_OVER_GATHER_S)
+        evidence = self._proofs.evidence
         origin = Origin(
             own=post_name(own.text, 0),
-            established=self._following.established,
+            established=self._following.established or evidence.established,
             verify=self._is_receipt,
             place_of=self._place,
+            seen=evidence.seen,
+            cold=not self._following.established and bool(evidence.established),
+            trusted=self._proofs.trusted,
+            signers=evidence.signers,
         )
         machine = Conductor(sizes, self._clock.rng(f"conductor {own} {self.term} {now}"), now, origin)
         granting = Granting(self._config.fingerprint, self._host.sign)
@@ -161,11 +177,61 @@ class Duty:
         with trio.move_on_after(_REFRESH_S):
             await (directory.refresh() if self._gathers else self._following.refresh())
         await self._hear_of_steps()
-        for peer, term in (await self._rivals.conducting()).items():
-            machine = self._driver.machine
-            if machine is not None and self._rivals.better(self._reigning(machine), peer, term):
-                self._following.hand_to(peer)
-                self._resign(f"{peer.short} conducts, too, and has the better claim")
+        await self._look_for_proofs()
+        for peer, told in (await self._rivals.conducting()).items():
+            await self._weigh(peer, told)
+
+    async def _weigh(self, peer: PeerId, told: Conducts) -> None:
+        """Resign if the part of the run that `peer` conducts has more proven work, or else the better claim."""
+        machine = self._driver.machine
+        if machine is None:
+            return
+        proven = told.current is not None and await self._proves(machine, peer, told.current)
+        machine = self._driver.machine
+        if machine is None or not self._rivals.better(self._reigning(machine), peer, told, proven):
+            return
+        self._following.hand_to(peer)
+        ours = machine.current
+        if ours is None or told.current is None or not ours.step or machine.search.proven.saw(told.current):
+            self._resign(f"{peer.short} conducts, too, and has the better claim")
+            return
+        self._driver.warnings(
+            f"{peer.short} conducts another part of this run, at step {told.current.step}; this part is at step "
+            f"{ours.step} and joins it. {machine.course.steps_made} steps made here since this peer conducts are "
+            "dropped; members keep a checkpoint of them"
+        )
+        self._resign(f"the part that {peer.short} conducts has more proven work")
+
+    async def _proves(self, machine: Conductor, peer: PeerId, position: Position) -> bool:
+        """True when a rival's position is proven to us; `peer` is asked for a proof where it is not yet."""
+        if machine.search.proves(position):
+            return True
+        known = machine.search.established.peers
+        if known and await self._ask_for_proof(peer, position, known):
+            machine.search.proven.look_again()
+        return machine.search.proves(position)
+
+    async def _look_for_proofs(self) -> None:
+        """Ask members whose positions nobody bears out for proofs: the newest positions first, a few in each look."""
+        machine = self._driver.machine
+        if machine is None or not (self._gathers or machine.search.lacks):
+            return
+        known, found = machine.search.established.peers, False
+        for position, posts in list(machine.search.unproven().items())[:_PROOFS]:
+            for post in posts[:_PROOFS]:
+                peer = PeerId.parse(peer_of(post))
+                found = found or (bool(known) and await self._ask_for_proof(peer, position, known))
+        if found:
+            machine.search.proven.look_again()
+            self._driver.wake_waiting()
+
+    async def _ask_for_proof(self, peer: PeerId, position: Position, known: frozenset[str]) -> bool:
+        """True when `peer` shows a proof of a position that enough of the `known` peers signed; asked now and then."""
+        now = trio.current_time()
+        if now - self._asked.get((peer, position), -math.inf) < _ASKED_AGAIN_S:
+            return False
+        self._asked[peer, position] = now
+        return await self._proofs.learn(peer, position, known)
 
     @property
     def _gathers(self) -> bool:
@@ -175,7 +241,9 @@ class Duty:
     def _reigning(self, machine: Conductor) -> Reigning:
         reporting = self._driver.heard
         followers = {peer_of(post.peer) for post in machine.members() if post.since and post.peer in reporting}
-        return Reigning(self.term, followers, machine.course.has_stepped)
+        return Reigning(
+            self.term, followers, machine.course.has_stepped, machine.current, machine.search.established.peers
+        )
 
     async def _hear_of_steps(self) -> None:
         """Pass steps known by hearsay to the machine; those of keepers that can be reached count for longer."""
@@ -183,10 +251,10 @@ class Duty:
         if machine is None:
             return
         machine.search.announced_step = self._following.announced_step()
-        kept = {peer: max(position.step for position in kept) for peer, kept in directory.kept.items()}
-        if machine.search.lacks and kept:
-            there = await self._rivals.reachable(kept)
-            machine.search.kept_step = max((kept[peer] for peer in there), default=0)
+        if machine.search.lacks:
+            there = await self._rivals.reachable(directory.kept)
+            kept = {peer.text: directory.kept[peer] for peer in there if peer in directory.kept}
+            machine.search.keepers(kept, self._proofs.network_of)
         if machine.search.lost:
             machine.search.nobody_has = await self._nobody_has(machine)
             self._driver.wake_waiting()  # the next deadline may be earlier

@@ -19,7 +19,18 @@ from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import WAITS_CHARS
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.swarm import Commit, GridRound, Mbs, Moved, Party, Prepare, Prepared, Relocate, Restore
+from peerd.core.messages.swarm import (
+    Commit,
+    GridRound,
+    Mbs,
+    Moved,
+    Party,
+    Position,
+    Prepare,
+    Prepared,
+    Relocate,
+    Restore,
+)
 from peerd.core.work import Worker
 from peerd.machine.averaging.shares import NoSplit
 from peerd.machine.averaging.topology import OrderedRound
@@ -68,6 +79,7 @@ class Orders:
     def __init__(self, config: ConductingConfig, rpc: Rpc) -> None:
         self._config, self._rpc = config, rpc
         self.notes: Callable[[str], None] = log.info
+        self.moved: Callable[[str, Position, Moved], None] = lambda post, target, answer: None  # of each commit
         self.solver: Worker | None = None  # without one, limits between pairs of peers are not counted
         self._attempts: dict[bytes, trio.CancelScope] = {}
 
@@ -163,7 +175,10 @@ class Orders:
         method = "stage/4/commit" if order.commit else "stage/4/restore"
         try:
             peer = PeerId.parse(peer_of(order.peer))
-            position = (await self._rpc.call(peer, method, body, Moved, timeout_s=_MOVE_TIMEOUT_S)).body.position
+            answer = (await self._rpc.call(peer, method, body, Moved, timeout_s=_MOVE_TIMEOUT_S)).body
+            position = answer.position
+            if order.commit:
+                self.moved(order.peer, order.target, answer)
         except RemoteError as error:
             log.warning("a member did not reach step %d: %s", order.target.step, error)
         reign.tell(MoveEnded(order.peer, position))

@@ -29,7 +29,7 @@ from peerd.core.messages.swarm import (
     WhoConducts,
 )
 from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.phases import Phase
+from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import MemberGone, MemberHello, TrainerReport
 from peerd.machine.swarm.posts import post_name
 from peerd.service.conductor.conductor_client import Following
@@ -136,6 +136,8 @@ class Reports:
             members=tenure.members_since(body.listed),
             forecast=tenure.forecast(),
             lost=machine.lost,
+            wanted=machine.search.wanted() if machine.lost else [],
+            apart=machine.search.is_apart(body.position),
         )
 
     # --- trainers ---------------------------------------------------------------------------------------------
@@ -211,7 +213,8 @@ class Reports:
         self._check_run(call.body.run)
         if self._driver.tenure is None:
             raise Refused(NOT_CONDUCTING)
-        return Answer(Conducts(self._duty.term))
+        machine = self._driver.machine
+        return Answer(Conducts(self._duty.term, machine.current if machine is not None else None))
 
 
 def _hello(name: str, body: MemberSync, held: Mbs) -> MemberHello:
@@ -229,6 +232,7 @@ def _hello(name: str, body: MemberSync, held: Mbs) -> MemberHello:
         early=frozenset(body.early),
         since=body.since,
         digest=body.digest,
+        seen=tuple(body.witnessed),
     )
 
 

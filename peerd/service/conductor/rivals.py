@@ -1,10 +1,12 @@
 """Rival conductors: asks the peers of stage 0, in parallel and for a bounded time, and weighs the claims of others.
 
-A term alone moves no duty. Only a peer that itself answers that it conducts can take the duty over, by the followers of
-each: the members that report here against those whose records name the other. Between equals, and while this peer's
-reign has made no step, the later term decides, and of one term the earlier place in the order. Terms far above ours are
-not believed. So two that conduct for a moment agree on one of them, and the claim of a peer without followers costs a
-look. Hostile input: any term, from any peer of stage 0; silence; records.
+A term alone moves no duty. Only a peer that itself answers that it conducts can take the duty over. Of two parts of a
+run that meet the one with more proven work goes on: the later position, if it is proven (`ProvenPositions`). At equal
+work the followers of each decide: the members that report here against those whose records name the other, and only
+members that were part of the run before, where this peer knows any. Between equals, and while this peer's reign has
+made no step, the later term decides, and of one term the earlier place in the order. Terms far above ours are not
+believed. So two that conduct for a moment agree on one of them, and the claim of a peer without followers costs a look.
+Hostile input: any term and position, from any peer of stage 0; silence; records.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import trio
 from peerd.core.errors import Overloaded, RemoteError, TooSlow, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import LOOKED_AT_ONCE, LOOKED_AT_PEERS, TERM_FIRST, TERM_JUMP, TERM_MAX
-from peerd.core.messages.swarm import Conducts, PostsHeld, WhichPosts, WhoConducts
+from peerd.core.messages.swarm import Conducts, Position, PostsHeld, WhichPosts, WhoConducts
 from peerd.net.host.host import Host
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.rpc.rpc import Rpc
@@ -45,11 +47,15 @@ def next_term(own: int, heard: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reigning:
-    """Our own claim as a conductor: the term, the members that report to us, and True once they made a step with us."""
+    """Our own claim as a conductor. `followers`: the members that report to us; `established`: peers that are known as
+    members of the run; `has_stepped`: they made a step with us, and stand at `current`.
+    """
 
     term: int
     followers: Collection[str]
     has_stepped: bool
+    current: Position | None = None
+    established: Collection[str] = ()
 
 
 class Rivals:
@@ -58,20 +64,21 @@ class Rivals:
     def __init__(self, run: bytes, rpc: Rpc, host: Host, following: Following) -> None:
         self._run, self._rpc, self._host, self.following = run, rpc, host, following
         self._at_once = trio.CapacityLimiter(LOOKED_AT_ONCE)
+        self._doubted: set[PeerId] = set()  # conductors whose position was reported in the log as not proven
         self._named: set[PeerId] = set()  # peers whose term was reported in the log as not believed
 
-    async def conducting(self) -> dict[PeerId, int]:
-        """The peers of stage 0 that answer that they conduct, each with its term."""
+    async def conducting(self) -> dict[PeerId, Conducts]:
+        """The peers of stage 0 that answer that they conduct, each with its answer."""
         own, linked = self.following.own, set(self._host.connected())
         order = [peer for peer in self.following.order() if peer != own]
         others = [peer for peer in order if peer in linked or not self.following.suspected(peer)]
         others.sort(key=lambda peer: peer not in linked)  # stable: in order otherwise
-        found: dict[PeerId, int] = {}
+        found: dict[PeerId, Conducts] = {}
 
         async def ask(peer: PeerId) -> None:
-            term = await self._term(peer)
-            if term is not None:
-                found[peer] = term
+            told = await self._ask(peer)
+            if told is not None:
+                found[peer] = told
 
         await self._side_by_side(ask, others[:LOOKED_AT_PEERS])
         return found
@@ -123,8 +130,33 @@ class Rivals:
                 pass
         return True
 
-    def better(self, ours: Reigning, peer: PeerId, claimed: int) -> bool:
-        """True when `peer`, which conducts in term `claimed`, has the better claim to the duty that is ours."""
+    def better(self, ours: Reigning, peer: PeerId, told: Conducts, proven: bool) -> bool:
+        """True when `peer`, which answers that it conducts, has the better claim to the duty that is ours.
+
+        `proven`: the position that it names is proven to us.
+        """
+        by_work = self._more_work(ours, peer, told, proven)
+        return by_work if by_work is not None else self._better_followed(ours, peer, told.term)
+
+    def _more_work(self, ours: Reigning, peer: PeerId, told: Conducts, proven: bool) -> bool | None:
+        """Whose part of the run has more proven work; None: neither, or it cannot be told from the work."""
+        if ours.current is None or told.current is None or ours.current == told.current:
+            return None
+        if told.current.step <= ours.current.step and ours.has_stepped:
+            return False if told.current.step < ours.current.step else None
+        others = set(ours.established) - {self.following.own.text}
+        if proven or not others:  # nobody else bears out our own work: theirs is as good
+            return True if proven and told.current.step > ours.current.step else None
+        if told.current.step > ours.current.step and peer not in self._doubted:
+            self._doubted = {*list(self._doubted)[-LOOKED_AT_PEERS:], peer}
+            log.warning(
+                "%s conducts another part of this run at step %d, which no member known here bears out; this part goes"
+                " on from step %d (to join the other: --trust %s)",
+                peer.short, told.current.step, ours.current.step, peer.text,
+            )  # fmt: skip
+        return False if ours.has_stepped else None
+
+    def _better_followed(self, ours: Reigning, peer: PeerId, claimed: int) -> bool:
         term = ours.term
         if believed(term, claimed) != max(term, claimed):
             if peer not in self._named:
@@ -133,6 +165,8 @@ class Rivals:
             return False
         mine = {self.following.own.text, *ours.followers} - {peer.text}
         theirs = {peer.text, *self.following.followers_of(peer)} - mine
+        if others := set(ours.established) - {self.following.own.text}:  # records of strangers are free
+            mine, theirs = mine & {*others, self.following.own.text}, theirs & others
         if len(theirs) > len(mine):
             return True
         if ours.has_stepped and len(theirs) < len(mine):
@@ -142,17 +176,17 @@ class Rivals:
         earlier = places.get(peer, len(order)) < places.get(self.following.own, len(order))
         return claimed > term or (claimed == term and earlier)
 
-    async def _term(self, peer: PeerId) -> int | None:
+    async def _ask(self, peer: PeerId) -> Conducts | None:
         if not await self._linked(peer):
             self.following.suspect(peer)
             return None
         try:
             body = WhoConducts(self._run)
-            term = (await self._rpc.call(peer, "swarm/4/who", body, Conducts, timeout_s=_ANSWER_S)).body.term
+            told = (await self._rpc.call(peer, "swarm/4/who", body, Conducts, timeout_s=_ANSWER_S)).body
         except RemoteError:
             return None
         self.following.trust(peer)
-        return term
+        return told
 
     async def _linked(self, peer: PeerId) -> bool:
         if peer not in self._host.connected():

@@ -87,6 +87,10 @@ class ConductorReports(Protocol):
         ...
 
 
+async def _keep_nothing(position: Position) -> None:
+    pass
+
+
 class Elsewhere(PeerdError):
     """The member is at another position than expected: another task has moved it meanwhile."""
 
@@ -107,6 +111,8 @@ class CatchingUp:
         self._stage = -1
         self._totals: Totals | None = None
         self._goal: Position | None = None  # the swarm's position, while ours is another
+        self.keep_branch: Callable[[Position], Awaitable[None]] = _keep_nothing  # before the state of one is dropped
+        self._apart: Position | None = None  # a position of ours that the swarm's conductor never saw
         self._seen = Signal()
         self._trail: Trail | None = None
 
@@ -143,9 +149,13 @@ class CatchingUp:
 
     # --- catching up --------------------------------------------------------------------------------------------
 
-    def swarm_at(self, current: Position, stated: Position) -> None:
-        """Take the swarm's position from the conductor's answer to a report of our position as `stated`."""
+    def swarm_at(self, current: Position, stated: Position, apart: bool = False) -> None:
+        """Take the swarm's position from the conductor's answer to a report of our position as `stated`.
+
+        `apart`: the conductor never saw that one.
+        """
         position = self._joiner.position
+        self._apart = stated if apart else None
         if position == current:
             self.waits_for = None  # also where the swarm came to us: what was waited for is not needed
         if self._goal is None and (stated != position or position == current):
@@ -220,6 +230,10 @@ class CatchingUp:
     async def _from_a_state(self, expected: Sequence[TensorSpec], trail: Trail) -> Position:
         """Take over a stage-mate's state; `trail` begins at its position, before the download ends."""
         before = self._joiner.position
+        if before == self._apart and before.step:
+            goal = self._goal.step if self._goal is not None else 0
+            self._ctx.log.event("stage.branch_left", level="warning", stage=self._stage, before=before.step, step=goal)
+            await self.keep_branch(before)
         request = StateRequest(self._services.fingerprint, self._stage)
         self._snapshots.chosen = trail.begin
         position, items = await self._snapshots.fetch(self._donors, request, expected, self._coding)

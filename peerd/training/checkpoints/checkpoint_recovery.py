@@ -5,6 +5,11 @@ are new, and the run is far beyond its start), the conductor says so, and each s
 backbones announce. It becomes a checkpoint of our own, which is reported to the conductor like any other. Two members
 of a stage fetch at once, the others only when that fails. Not a role; serves nothing.
 
+Any peer may claim to be a backbone. Its word on a position counts where this peer saw the position, where members
+signed that they reached it, where two backbones in different networks keep it, where the conductor has proof, or where
+the user trusts it: the run file names it as a bootstrap peer, or `--trust` does (`CommitProofs.counts`). Else `problem`
+offers the choice.
+
 A hostile keeper may announce a position that it cannot give (the next older one is tried), send bytes that differ from
 its digests or another position (it is named and left alone), or a state of its own making: then it is believed only as
 far as no other keeper of that position contradicts it, and only if the state is finite, of the right shape and of its
@@ -14,6 +19,8 @@ is believed, the next older position is tried, and `problem` names both.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -51,10 +58,12 @@ class Recalling:
         self._news = Signal()
         self._patient_until = 0.0
         self._patience_s = _PATIENCE_S
+        self._wanted = frozenset[Position]()  # proven to the conductor
         self._failed: dict[Position, float] = {}  # position -> time until which it is not tried again
 
-    def swarm_is_lost(self, lost: bool) -> None:
-        """Take the conductor's word on whether the swarm is without a common position."""
+    def swarm_is_lost(self, lost: bool, wanted: Sequence[Position] = ()) -> None:
+        """Take the conductor's word on whether the swarm is without a common position, and on which are proven."""
+        self._wanted = frozenset(wanted)
         if lost == (self._lost_since is not None):
             return
         self._lost_since = trio.current_time() if lost else None
@@ -68,6 +77,7 @@ class Recalling:
                 await self._news.wait()
                 continue
             await self._services.directory.refresh()
+            await self._look_for_proofs()
             position = self._next(trio.current_time(), stage)
             if position is None or not await self._recall(position, stage):
                 await trio.sleep(_LOOK_S)
@@ -84,10 +94,41 @@ class Recalling:
         wanted = [
             position
             for position in kept
-            if position.step > 0 and position not in self._saving.positions and self._failed.get(position, now) <= now
+            if position.step > 0
+            and position not in self._saving.positions
+            and self._failed.get(position, now) <= now
+            and self._counts(position)
         ]
         keepers = self._services.directory.keepers
         return max(wanted, key=lambda p: (p.step, len(keepers(p)), p.lineage), default=None)
+
+    def _counts(self, position: Position) -> bool:
+        """True for a position that was surely the run's, to the conductor or to this peer."""
+        keepers = self._services.directory.keepers(position)
+        return position in self._wanted or self._services.proofs.counts(position, keepers)
+
+    async def _look_for_proofs(self) -> None:
+        """Ask keepers for proofs of positions that only they bear out, the newest first; say what is missing."""
+        proofs, directory = self._services.proofs, self._services.directory
+        kept = sorted({p for positions in directory.kept.values() for p in positions}, reverse=True)
+        for position in kept:
+            keepers = directory.keepers(position)
+            if position in self._saving.positions or self._counts(position):
+                return
+            if self._failed.get(position, 0.0) > trio.current_time():
+                continue
+            for keeper in keepers[:_AT_ONCE]:
+                with suppress(RemoteError):
+                    await self._ctx.host.connect(keeper)  # also tells in which network it is
+                if await proofs.learn(keeper, position):
+                    return
+            self._failed[position] = trio.current_time() + _FAILED_S
+            if not self._counts(position):
+                self.problem = (
+                    f"backbone {keepers[0].short} keeps step {position.step}, which no member known here, and no "
+                    f"backbone in another network, bears out (to take its word: --trust {keepers[0].text})"
+                )
+                self._ctx.log.event("checkpoint.in_doubt", level="warning", step=position.step, reason=self.problem)
 
     async def _recall(self, position: Position, stage: int) -> bool:
         self.waits_for = f"the checkpoint of step {position.step} from a backbone"

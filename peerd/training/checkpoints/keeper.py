@@ -26,6 +26,7 @@ from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import Giving, StateItem
 from peerd.training.catchup.validate import checked
+from peerd.training.checkpoints.evidence_store import EvidenceStore
 from peerd.training.checkpoints.kept_list import KeptList
 from peerd.training.checkpoints.stage_checkpoints import Saving
 
@@ -50,6 +51,7 @@ class Keeping:
         self._tried_step, self._tried_at, self._failures = -1, 0.0, 0
         self._giving: Giving | None = None
         self._list = KeptList(ctx.data_dir, run.run)
+        self._store = EvidenceStore(ctx, services, lambda: self.kept)
 
     async def open(self) -> None:
         """Find the kept sets, drop incomplete ones, and give the rest to peers that ask.
@@ -59,6 +61,7 @@ class Keeping:
         for stage, saving in enumerate(self._savings):
             await saving.open(stage)
         await self._drop_what_is_not_whole()
+        await self._store.open()
         self._giving = self._services.kept_giving()
         for stage in range(len(self._savings)):
             self._giving.offer_named(self._services.fingerprint, stage, partial(self._kept_of, stage), self._files)
@@ -112,6 +115,7 @@ class Keeping:
         position = await self._attempt(step, donors)
         if position is not None:
             self._failures = 0
+            await self._store.prove(position)
         return position
 
     async def _attempt(self, step: int, donors: Sequence[Sequence[PeerId]]) -> Position | None:
@@ -155,6 +159,7 @@ class Keeping:
     async def _write(self, position: Position, states: dict[int, dict[str, Tensor]]) -> bool:
         if position.step <= 0 or position in self.kept:
             return False
+        self._hold_the_furthest(position)
         try:
             for stage, saving in enumerate(self._savings):
                 await saving.save(position, states[stage])
@@ -164,6 +169,13 @@ class Keeping:
         listed = partial(self._list.write, self.kept, len(self._savings))
         await self._files.run(listed, name="list what is kept")
         return True
+
+    def _hold_the_furthest(self, position: Position) -> None:
+        """Keep the newest set, where the run went back behind it: its peers, or a proof of it, may come back."""
+        furthest = max(self.kept, default=position)
+        if furthest.step > position.step:
+            for saving in self._savings:
+                saving.hold(furthest)
 
 
 def _outline_of(run: RunFile, stage: int) -> list[TensorSpec]:

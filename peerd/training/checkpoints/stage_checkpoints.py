@@ -138,6 +138,11 @@ class Saving:
         await self._files.run(remove, name="drop checkpoints")
         self.positions = [p for p in self.positions if p.step not in steps]
 
+    def hold(self, position: Position) -> None:
+        """Keep the checkpoint of `position`, if it is there, however old it gets."""
+        if self._checkpoints is not None and position in self.positions:
+            self._checkpoints.hold(position.step)
+
     def due(self, step: int) -> bool:
         """True when a checkpoint is to be written after `step`."""
         every = self._settings.every_steps

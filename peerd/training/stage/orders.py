@@ -13,6 +13,7 @@ from collections.abc import Callable
 from peerd.compute.model.served_stage import Stale, Unusable, Vector
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.ids import is_peer_text
+from peerd.core.messages.proof import commit_signature
 from peerd.core.messages.swarm import Commit, Mb, Mbs, Moved, Position, Prepare, Prepared, Restore
 from peerd.machine.averaging.allreduce import RoundFailed
 from peerd.machine.averaging.stats import explained
@@ -96,8 +97,12 @@ class PostOrders:
     # --- moving -----------------------------------------------------------------------------------------------
 
     async def commit(self, call: Incoming[Commit]) -> Answer[Moved]:
-        """Step with the prepared sum."""
-        return Answer(Moved(await self._state.move(call.body.target, self._step_to)))
+        """Step with the prepared sum; the answer has this member's signature of the step."""
+        position = await self._state.move(call.body.target, self._step_to)
+        if position != call.body.target or not self.digest:
+            return Answer(Moved(position))
+        signature = commit_signature(self._ctx.host.sign, call.body.run, self._state.stage, position, self.digest)
+        return Answer(Moved(position, self.digest, signature))
 
     async def restore(self, call: Incoming[Restore]) -> Answer[Moved]:
         """Go back to a checkpoint of our own."""

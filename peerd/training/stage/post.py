@@ -32,6 +32,7 @@ from peerd.service.run_services import RunServices
 from peerd.training.catchup.catch_up import CatchingUp
 from peerd.training.catchup.step_totals import Leap
 from peerd.training.checkpoints.checkpoint_recovery import Recalling
+from peerd.training.checkpoints.evidence_store import EvidenceStore
 from peerd.training.checkpoints.stage_checkpoints import Saving
 from peerd.training.stage.admissions import Admissions
 from peerd.training.stage.announcement import announce_now_and_then
@@ -70,8 +71,10 @@ class Post:
         self.orders = PostOrders(ctx, self.state, self._rounds, self.serving)
         self.catching_up = CatchingUp(ctx, services, self._coding, self.state, self.session)
         self._recalling = Recalling(ctx, services, self.saving, self.state, self.session)
+        self._store = EvidenceStore(ctx, services, lambda: self.saving.positions)
         self.state.arrived, self.orders.stepped = self._arrived, self._made_step
         self.state.restored = self._restored
+        self.catching_up.keep_branch = self._keep_branch
         self._leaving = False
         self._waits_for: str | None = "the stage to be built"
         self._complete = False
@@ -84,9 +87,11 @@ class Post:
         self._rounds.check(self.state.model)
         self.handover.room_bytes = room_for_activations(self._run)
         await self.state.return_to_checkpoint()
+        if self._own is None:
+            await self._store.open()
         self.session.since = self._ctx.clock.wall()
         first = self.stage == 0
-        with self._services.calls.serving(self.stage, self._handlers()):
+        with self._services.calls.serving(self.stage, self._handlers()), self._services.proofs.serving():
             try:
                 async with trio.open_nursery() as nursery:
                     await nursery.start(self.serving.boundary.run)
@@ -123,6 +128,7 @@ class Post:
         nursery.start_soon(self._services.assembling().run, self.stage)
         if self._own is None:  # no backbone keeps a user's checkpoints
             nursery.start_soon(self._recalling.run, self.stage)
+            nursery.start_soon(self._store.run)
         nursery.start_soon(self.session.run)
         nursery.start_soon(self.handover.run)
 
@@ -237,22 +243,30 @@ class Post:
         level = "warning" if warns else "info"
         self._ctx.log.event("stage.restored", level=level, stage=self.stage, step=target.step, **facts)
 
+    async def _keep_branch(self, position: Position) -> None:
+        """Keep a checkpoint of a position that only a part of the run reached, which is left now."""
+        if self.state.position == position:
+            await self.state.save()
+            await self.saving.written()
+            self.saving.hold(position)
+
     def _made_step(self, before: Position, leap: Leap, counted: int) -> None:
         self.catching_up.keep(before, leap)
+        self._services.proofs.evidence.stepped(leap.target, self._following.established)
         self.stepped(counted * self._run.pipeline.microbatch)
 
     # --- towards the conductor --------------------------------------------------------------------------------
 
     def report(self, whole: bool) -> PostReport:
         """See `session.Reporting`."""
-        orders, model = self.orders, self.state.model
+        orders, model, seen = self.orders, self.state.model, self._services.proofs.evidence.seen
         return PostReport(
             line=self._rounds.line(),
             position=self.state.position,
             prepared=orders.prepared,
             saved=self.saving.told,
             load=self._load(),
-            holdings=Holdings(model.held, orders.counted, model.early, orders.digest) if whole else None,
+            holdings=Holdings(model.held, orders.counted, model.early, orders.digest, seen) if whole else None,
         )
 
     def _load(self) -> PostLoad:
@@ -267,9 +281,10 @@ class Post:
         self._conducting.term = self.session.term
         self._complete = answer.complete
         self._waits_for = answer.waits_for or None
-        self._recalling.swarm_is_lost(answer.lost)
+        self._recalling.swarm_is_lost(answer.lost, answer.wanted)
         if answer.current is not None:
-            self.catching_up.swarm_at(answer.current, stated)
+            self._services.proofs.evidence.told(answer.current, self._following.established)
+            self.catching_up.swarm_at(answer.current, stated, answer.apart)
 
     # --- being seen -------------------------------------------------------------------------------------------
 

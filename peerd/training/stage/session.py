@@ -31,6 +31,7 @@ class Holdings:
     counted: list[Mb]
     early: list[Mb]
     digest: bytes
+    seen: list[Position]  # of the swarm; see machine/positions/evidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ class ConductorSession:
             listed=self._listed.version,
             digest=has.digest if has is not None else b"",
             load=self._load(said.load, whole),
+            witnessed=has.seen if has is not None else [],
         )
 
     def _load(self, load: PostLoad | None, whole: bool) -> PostLoad | None:

@@ -8,11 +8,12 @@ import pytest
 
 from peerd.core.messages.swarm import Done, Mb, Position, Redo
 from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.phases import Phase
+from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
     ConductorConfig,
     MemberGone,
     MoveEnded,
+    Origin,
     Output,
     PrepareEnded,
     SendMove,
@@ -162,7 +163,8 @@ def test_a_new_conductor_adopts_early_work(prepared: bool) -> None:
     target = Position(1, b"x")
     a, b, early_a, early_b = Mb("a", 1), Mb("b", 2), Mb("a", 3), Mb("b", 4)
     run = Run.__new__(Run)
-    run.conductor = Conductor(ConductorConfig(stages=1, microbatches=2, delayed=True), random.Random(1), 0.0)
+    config = ConductorConfig(stages=1, microbatches=2, delayed=True)
+    run.conductor = Conductor(config, random.Random(1), 0.0, Origin(own="a"))
     run.now, run.orders = 0.0, []
     for peer, held, early in (("a", a, early_a), ("b", b, early_b)):
         ready = {"prepared": target, "counted": frozenset({held})} if prepared else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.batches import Batches
 from peerd.machine.conductor.blame import Blame
-from peerd.machine.conductor.recovery import Established
+from peerd.machine.positions.proven_positions import Established
 from peerd.machine.swarm.events import Note, Origin
 from peerd.machine.swarm.revisions import Versions
 from peerd.machine.swarm.roster import Roster

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from peerd.core.messages.swarm import Position
 from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.phases import Phase
+from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
     ConductorConfig,
     MemberGone,
@@ -25,7 +25,8 @@ KEPT = Position(50, b"kept")
 
 
 def conductor(announced: int) -> Conductor:
-    made = Conductor(ConductorConfig(stages=2, microbatches=4, first_save=10), random.Random(1), 0.0)
+    config = ConductorConfig(stages=2, microbatches=4, first_save=10)
+    made = Conductor(config, random.Random(1), 0.0, Origin(own="0a"))
     made.search.announced_step = announced
     return made
 

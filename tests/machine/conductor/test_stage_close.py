@@ -9,7 +9,7 @@ import pytest
 
 from peerd.core.messages.swarm import Done, Mb, Receipt
 from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.phases import Phase
+from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
     ConductorConfig,
     MoveEnded,

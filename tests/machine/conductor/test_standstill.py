@@ -6,8 +6,8 @@ import random
 
 from peerd.core.messages.swarm import Done, Position
 from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.phases import Phase
 from peerd.machine.conductor.standstill import Standstill, named
+from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import ConductorConfig, MemberHello, SendPrepare, TrainerReport
 
 START = Position(0, b"")

@@ -6,8 +6,8 @@ import random
 
 from peerd.core.messages.swarm import Done, Forecast, Position
 from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.phases import Phase
 from peerd.machine.conductor.step_eta import Outlook
+from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
     ConductorConfig,
     MemberGone,

@@ -6,7 +6,7 @@ import random
 
 from peerd.core.messages.swarm import Done, Position
 from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.phases import Phase
+from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
     ConductorConfig,
     MoveEnded,

@@ -13,7 +13,7 @@ from peerd.core.errors import Refused
 from peerd.core.keys import Keypair
 from peerd.core.messages.progress import StageProgress
 from peerd.core.messages.swarm import MemberInfo, Position
-from peerd.machine.conductor.phases import Phase
+from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.posts import post_name
 from peerd.service.swarm.directory import StagePeer
 from tests.worlds.machines.conducting import hello
@@ -123,6 +123,14 @@ async def test_what_a_keeper_has_that_can_be_reached_counts(autojump_clock: Mock
     async with running() as scene:
         scene.directory.kept = {OTHER.peer_id: [Position(8, b"kept")], THIRD.peer_id: [Position(9, b"kept")]}
         scene.others.silent = {THIRD.peer_id}
+        search = scene.duty.act(0, OWN.peer_id).machine.search
+        await trio.sleep(3.0)
+        assert (search.announced_step, search.kept_step) == (9, 0), "anybody may say that it keeps something"
+
+    async with running() as scene:
+        scene.directory.kept = {OTHER.peer_id: [Position(8, b"kept")], THIRD.peer_id: [Position(9, b"kept")]}
+        scene.others.silent = {THIRD.peer_id}
+        scene.proofs.trust([OTHER.peer_id.text, THIRD.peer_id.text])
         search = scene.duty.act(0, OWN.peer_id).machine.search
         await trio.sleep(3.0)
         assert (search.announced_step, search.kept_step) == (9, 8)

@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.messages.swarm import Done
-from peerd.machine.conductor.phases import Phase
+from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import MemberGone, Output, PrepareEnded, Probe, SendMove, TrainerReport
 from peerd.machine.swarm.posts import post_name
 from peerd.machine.swarm.roster import START

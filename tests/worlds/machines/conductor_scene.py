@@ -12,9 +12,10 @@ import trio
 from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.messages.swarm import Mbs, MemberSync, Position, Seqs, TrainerSync
+from peerd.core.messages.swarm import Conducts, Mbs, MemberSync, Position, Seqs, TrainerSync
 from peerd.machine.swarm.events import ConductorConfig, Event, SendMove, SendPrepare
 from peerd.machine.swarm.roster import START
+from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.conductor.duty import Duty
 from peerd.service.conductor.machine_driver import MachineDriver
@@ -75,10 +76,10 @@ class Others:
         self.ours: list[Reigning] = []
         self.silent: set[PeerId] = set()
 
-    async def conducting(self) -> dict[PeerId, int]:
+    async def conducting(self) -> dict[PeerId, Conducts]:
         await trio.lowlevel.checkpoint()
         self.looks.append(trio.current_time())
-        return self.terms
+        return {peer: Conducts(term) for peer, term in self.terms.items()}
 
     async def reachable(self, peers: Any) -> set[PeerId]:
         await trio.lowlevel.checkpoint()
@@ -88,9 +89,9 @@ class Others:
         await trio.lowlevel.checkpoint()
         return peer not in self.silent
 
-    def better(self, ours: Reigning, peer: PeerId, claimed: int) -> bool:
+    def better(self, ours: Reigning, peer: PeerId, told: Conducts, proven: bool) -> bool:
         self.ours.append(ours)
-        return claimed > ours.term
+        return told.term > ours.term
 
 
 class Scene:
@@ -106,8 +107,9 @@ class Scene:
         host = SimpleNamespace(sign=OWN.sign, links=links, connect=self._connect)
         conductor = ConductorConfig(**{"stages": 1, "microbatches": 1, "gather_s": 1.0, **sizes})
         config = ConductingConfig(RUN, conductor, samples=1, prepare_timeout_s=60.0)
-        self.duty = Duty(config, cast(Any, host), SimClock(1, "own"), cast(Any, self.others), self.driver)
         rpc = SimpleNamespace(gate=None)
+        self.proofs = proofs = CommitProofs(RUN, cast(Any, rpc), cast(Any, host), self.following, ())
+        self.duty = Duty(config, cast(Any, host), SimClock(1, "own"), cast(Any, self.others), self.driver, proofs)
         self.rpc: Any = rpc
         self.reports = Reports(RUN, self.rpc, self.following, self.duty, self.driver)
 

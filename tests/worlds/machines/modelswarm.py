@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 
 from peerd.core.messages.swarm import Done, LineInfo, Mb, Position, Redo
 from peerd.machine.conductor.conductor import Conductor
-from peerd.machine.conductor.phases import Phase
+from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
     CancelAttempt,
     ConductorConfig,
     MemberGone,
     MemberHello,
     MoveEnded,
+    Origin,
     Output,
     PrepareEnded,
     SendMove,
@@ -48,6 +49,7 @@ class Member:
     counted: frozenset[Mb] = frozenset()
     digest: bytes = b""  # of the last mean
     saved: list[Position] = field(default_factory=list)
+    seen: list[Position] = field(default_factory=list)  # of the swarm, as far as it was there
     known: bool = False
 
 
@@ -89,7 +91,15 @@ class Swarm:
         config = ConductorConfig(
             stages=STAGES, microbatches=BATCH, delayed=self.delayed, first_save=2, gather_s=1.0, broken_s=3.0
         )
-        return Conductor(config, random.Random(self.rng.random()), self.now)
+        return Conductor(config, random.Random(self.rng.random()), self.now, self.origin())
+
+    def origin(self) -> Origin:
+        """What the peer knows that conducts next: of stage 0 the one that joined first."""
+        own = next((m for m in self.members.values() if m.stage == 0), None)
+        if own is None:
+            return Origin()
+        known = {m.peer: m.stage for m in self.conductor.members() if m.ready}
+        return Origin(own=own.name, established=known, seen=own.seen)
 
     def join(self, stage: int) -> None:
         self.serial += 1
@@ -195,6 +205,8 @@ class Swarm:
     def sync_member(self, name: str) -> None:
         m, current = self.members[name], self.conductor.settled
         m.known = m.known and self.conductor.is_member(name, m.session)
+        if m.known and current is not None and current not in m.seen:
+            m.seen.append(current)
         if m.known and current is not None and m.position != current:
             self.download(m, current)
         self.conductor.saved(name, m.saved)
@@ -214,6 +226,7 @@ class Swarm:
                 (),
                 frozenset(m.early),
                 digest=m.digest,
+                seen=tuple(m.seen[-16:]),
             )
             self.tell(hello)
 
@@ -366,6 +379,7 @@ class Swarm:
         assert self.histories.setdefault((m.stage, call.target), history) == history, "two pasts of one position"
         m.saved = [p for p in [*m.saved[-2:], m.position] if p != START]
         m.position, m.bag, m.early, m.mean, m.prepared = call.target, m.early, Counter(), None, None
+        m.seen.append(call.target)
 
     def check(self) -> None:
         for (stage, position), history in self.histories.items():

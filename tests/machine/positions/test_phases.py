@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from peerd.core.messages.swarm import Position
-from peerd.machine.conductor.phases import NEXT, Course, Phase
+from peerd.machine.positions.phases import NEXT, Course, Phase
 from peerd.machine.swarm.roster import START
 
 AHEAD = Position(1, b"lineage ")

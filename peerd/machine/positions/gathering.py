@@ -48,6 +48,11 @@ class Gathering:
             self._quiet_since = now
 
     @property
+    def latest(self) -> float:
+        """The time at which waiting ends in any case."""
+        return self._began + self._config.gather_most_s
+
+    @property
     def due(self) -> float:
         """The end of the wait, if no further member comes."""
         return min(self._quiet_since + self._config.gather_s, self._began + self._config.gather_most_s)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.messages.swarm import Position
-from peerd.machine.conductor.phases import Course
-from peerd.machine.conductor.position_search import PositionSearch
+from peerd.machine.positions.phases import Course
+from peerd.machine.positions.position_search import PositionSearch
 from peerd.machine.swarm.events import ConductorConfig, MemberHello, Origin, SendMove
 from peerd.machine.swarm.roster import START, Roster
 from tests.worlds.machines.conducting import hello
@@ -18,7 +18,7 @@ OLD, NOW, NEXT = Position(4, b"old"), Position(5, b"now"), Position(6, b"next")
 CONFIG = ConductorConfig(stages=2, microbatches=1, first_save=2, gather_s=1.0, broken_s=3.0, hearsay_s=60.0)
 
 
-def search(*hellos: MemberHello, own: str = "") -> PositionSearch:
+def search(*hellos: MemberHello, own: str = "a") -> PositionSearch:
     roster = Roster(2)
     for one in hellos:
         roster.enter(one)
@@ -29,7 +29,7 @@ def stand(made: PositionSearch, position: Position) -> None:
     """All have gone there."""
     made._course.move(position, [], commits=False)
     made._course.arrive(0)
-    made.arrived()
+    made.arrived(position)
 
 
 def test_members_restore_what_they_saved_and_commit_what_they_prepared() -> None:
@@ -47,14 +47,15 @@ def test_members_restore_what_they_saved_and_commit_what_they_prepared() -> None
 
 
 def test_a_stage_whose_peers_moved_away_goes_on_from_what_a_newcomer_has() -> None:
-    """They left their state behind: nobody waits for their word."""
+    """They left their state behind: nobody waits for their word. The newcomer of stage 0 does not conduct."""
     before = {post: int(post[-1]) for post in ("a/0", "b/0", "c/1", "d/1")}
 
     def with_newcomer(*others: MemberHello) -> Position | None:
         roster = Roster(2)
         for one in (hello("new/0", START, saved=(NOW,)), hello("c/1", NOW, stage=1), *others):
             roster.enter(one)
-        return PositionSearch(CONFIG, Origin(own="new/0", established=before), roster, Course(), 0.0).best()
+        origin = Origin(own="other/0", established=before, seen=[NOW])
+        return PositionSearch(CONFIG, origin, roster, Course(), 0.0).best()
 
     moved = [hello(f"{peer}/1", START, stage=1, saved=(NOW,)) for peer in "ab"]
     assert with_newcomer() is None, "a and b may come back with something newer"
@@ -117,12 +118,14 @@ def test_a_member_is_ahead_when_enough_others_stand_behind_it() -> None:
     for peer, stage in ("a", 0), ("b", 0), ("c", 1):
         made.established.add(peer, stage)
     stand(made, NOW)
-    made._roster.enter(hello("c", NEXT, stage=1))
-    assert not made.is_ahead("c"), "the other stage cannot go there"
     made._roster.enter(hello("b", NEXT))
+    made._roster.enter(hello("liar", NEXT, stage=1))
     assert not made.is_ahead("b"), "one alone says so, and our own peer knows nothing of it"
-    made._roster.enter(hello("a", NEXT))
-    assert made.is_ahead("a")
+    made._roster.remove("liar")
+    made._roster.enter(hello("c", NOW, stage=1, seen=(NEXT,)))
+    assert not made.is_ahead("b"), "the other stage cannot go there"
+    made._roster.enter(hello("c", NEXT, stage=1))
+    assert made.is_ahead("b")
 
 
 def fresh(made: PositionSearch) -> Position | None:

@@ -46,7 +46,7 @@ class Course:
         self.target: Position | None = None  # where a close or a move leads
         self.commits = False  # True while the move is a step
         self.moving: set[str] = set()  # members that have not yet arrived
-        self.has_stepped = False  # in this conductor's reign
+        self.steps_made = 0  # in this conductor's reign
 
     # --- transitions ------------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class Course:
         """End of a move: the target is reached, where the run may end (`total_steps`; 0: never)."""
         assert self.target is not None
         self.current, self.target = self.target, None
-        self.has_stepped |= self.commits
+        self.steps_made += self.commits
         self.commits = False
         self._enter(Phase.COMPLETE if total_steps and self.current.step >= total_steps else Phase.OPEN)
 
@@ -84,6 +84,11 @@ class Course:
         self.phase = phase
 
     # --- views ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_stepped(self) -> bool:
+        """True when a step was made in this conductor's reign."""
+        return self.steps_made > 0
 
     @property
     def step(self) -> int:

@@ -10,14 +10,17 @@ comes back later is taken up again if a quorum is behind it. Decides only; roste
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
+from peerd.core.limits import KEPT_SETS
 from peerd.core.messages.swarm import Position
-from peerd.machine.conductor.gathering import Gathering
-from peerd.machine.conductor.phases import Course, Phase
-from peerd.machine.conductor.recovery import Established, Knowledge, agreeing_on, best_position, furthest
+from peerd.machine.positions.gathering import Gathering
+from peerd.machine.positions.phases import Course, Phase
+from peerd.machine.positions.proven_positions import Established, ProvenPositions
+from peerd.machine.positions.recovery import Knowledge, agreeing_on, best_position, unproven
 from peerd.machine.swarm.events import ConductorConfig, Origin, SendMove
-from peerd.machine.swarm.roster import START, Roster
+from peerd.machine.swarm.posts import peer_of, short
+from peerd.machine.swarm.roster import START, Roster, RosterEntry
 
 
 class PositionSearch:
@@ -28,8 +31,11 @@ class PositionSearch:
         self._roster, self._course = roster, course
         self._gathering = Gathering(config, now)
         self._believes_hearsay = True
+        self._cold = origin.cold
+        self._kept_known = not origin.cold  # after a restart, once it was looked which keepers are within reach
         self._broken_since: float | None = None  # since then a stage has no member with the current state
         self.established = Established(origin.own, origin.established)
+        self.proven = ProvenPositions(origin.own, self.established, origin.seen, origin.trusted, origin.signers)
         self.announced_step = 0  # newest step reported of a peer out of reach: counts for a while
         self.kept_step = 0  # newest step that a reachable peer keeps
         self.nobody_has = False  # True: of the states that no member has, nobody who had one can be reached
@@ -60,8 +66,10 @@ class PositionSearch:
         self._broken_since, self._was_over = None, False
         self._gathering.begin(now)
 
-    def arrived(self) -> None:
-        """All members have one position: no stage lacks it."""
+    def arrived(self, position: Position) -> None:
+        """All members have this position: no stage lacks it."""
+        self.proven.see(position)
+        self._cold = False
         self._broken_since, self._forsaken, self._lacking = None, False, []
 
     def look(self, now: float) -> None:
@@ -73,12 +81,53 @@ class PositionSearch:
     def best(self) -> Position | None:
         """The newest position that every stage can reach, as far as it is backed; None: there is none."""
         announced = max(self.announced_step if self._believes_hearsay else 0, self.kept_step)
-        follows_from = self._roster.stands, self.established.additions, self.known, announced, self._forsaken
+        state = self.known, announced, self._forsaken, self._newest_kept
+        follows_from = self._roster.stands, self.proven.version, *state
         if follows_from != self._follows_from:  # it is asked for with each report while members are gathered
-            stages, first_save = self._config.stages, self._config.first_save
-            knowledge = Knowledge(stages, first_save, self.established, self.known, announced, self._forsaken)
-            self._follows_from, self._best = follows_from, best_position(knowledge, self._roster.entries)
+            self._follows_from = follows_from
+            self._best = best_position(self._knowledge(announced), self._roster.entries)
         return self._best
+
+    def _knowledge(self, announced: int = 0) -> Knowledge:
+        known, members = self.known, self._roster.entries
+        return Knowledge(
+            self._config.stages,
+            self._config.first_save,
+            lambda position: position == known or self.proven.proves(position, members),
+            lambda stage, position, by: (
+                (position == known and not self._cold) or self.proven.holds(stage, position, by, members)
+            ),
+            announced,
+            self._newest_kept,
+            in_doubt=self.proven.knows_nothing(members),
+            forsaken=self._forsaken,
+        )
+
+    @property
+    def _newest_kept(self) -> int:
+        """The newest step that counts as kept: keepers are looked at only while something is lacking."""
+        return self.kept_step if self.lacks else 0
+
+    def proves(self, position: Position) -> bool:
+        """True for a position that was surely the run's; see `ProvenPositions`."""
+        return self._knowledge().proves(position)
+
+    def keepers(self, kept: Mapping[str, Collection[Position]], network_of: Callable[[str], str]) -> None:
+        """Take the positions that keepers within reach keep; only those count that are proven."""
+        self.proven.keepers(kept, network_of)
+        self._kept_known = True
+        steps = [p.step for positions in kept.values() for p in positions if self.proves(p)]
+        self.kept_step = max(steps, default=0)
+
+    def wanted(self) -> list[Position]:
+        """Proven positions that members claim, or keepers keep, the newest first: what members lack may be fetched."""
+        claimed = {p for entry in self._roster.entries.values() for p in entry.saw} | self.proven.announced
+        found = [p for p in sorted(claimed, reverse=True) if p != START and self.proves(p)]
+        return found[:KEPT_SETS]
+
+    def unproven(self) -> dict[Position, list[str]]:
+        """Claimed positions that are not proven, the newest first, each with the members that claim it."""
+        return unproven(self._knowledge(), self._roster.entries)
 
     @property
     def known(self) -> Position | None:
@@ -91,9 +140,14 @@ class PositionSearch:
         known, position = self.known, self._roster.entries[peer].position
         return known is not None and position.step > known.step and self.best() == position
 
+    def is_apart(self, position: Position) -> bool:
+        """True for a position that this conductor never saw: perhaps of a part of the run that was cut off."""
+        return position != START and position != self.known and not self.proven.saw(position)
+
     def is_over(self, now: float) -> bool:
         """True when the gathering wait is over."""
-        self._was_over = self._gathering.over(now, self._roster.entries)
+        over = self._gathering.over(now, self._roster.entries)
+        self._was_over = over and (self._kept_known or now >= self._gathering.latest)
         return self._was_over
 
     def decide(self, now: float) -> Position | None:
@@ -150,7 +204,7 @@ class PositionSearch:
             return config.forsake_most_s
         if self._course.current is not None or all(map(self.established.knows_of, self.without_any_state())):
             return config.forsake_s
-        there = [entry for entry in self._roster.entries.values() if entry.is_anywhere]
+        there = [entry for entry in self._roster.entries.values() if self._newest_of(entry)]
         stepped = [entry for entry in there if entry.digest]  # since they began: the run was under way just now
         if 2 * len(stepped) <= len(there):
             return config.forsake_most_s
@@ -159,8 +213,8 @@ class PositionSearch:
     def loss(self, target: Position) -> str:
         """The text on what it costs to go to `target`; "" where nothing is lost."""
         current = self._course.current
-        ahead = furthest(self._roster.entries)
-        before = current.step if current is not None else ahead[1] if ahead is not None else 0
+        newest = max(map(self._newest_of, self._roster.entries.values()), default=0)
+        before = current.step if current is not None else newest
         if target.step >= before:
             return ""
         back = f"the swarm goes back from step {before} to step {target.step}"
@@ -172,9 +226,14 @@ class PositionSearch:
         return f"{names} {was} lost with {'its' if len(lacking) == 1 else 'their'} last peer: {back}"
 
     def without_any_state(self) -> list[int]:
-        """The stages of which no member has a state beyond the start."""
-        held = self._roster.held_stages()
+        """The stages of which no member has a state beyond the start that counts."""
+        held = {entry.stage for entry in self._roster.entries.values() if self._newest_of(entry)}
         return [stage for stage in range(self._config.stages) if stage not in held]
+
+    def _newest_of(self, entry: RosterEntry) -> int:
+        """The newest step that the member can reach, of those that are proven, or that nobody here can judge."""
+        knowledge = self._knowledge()
+        return max((p.step for p in entry.reach if knowledge.in_doubt or knowledge.proves(p)), default=0)
 
     def _is_broken(self, now: float) -> bool:
         return self._broken_since is not None and now - self._broken_since >= self._config.broken_s
@@ -194,8 +253,12 @@ class PositionSearch:
         """The reason that the gathered members do not go on yet."""
         if not self._was_over or self.best() is not None:
             return "the conductor gathers the members"
-        ahead = furthest(self._roster.entries)
-        told = f"; peer …{ahead[0][-8:]} says that it has step {ahead[1]}" if ahead else ""
+        doubted = self.unproven()
+        told = ""
+        if doubted:
+            position, posts = next(iter(doubted.items()))
+            told = f"; peer {short(posts[0])} says that it has step {position.step}, which nobody known here bears out"
+            told += f" (to take its word: --trust {peer_of(posts[0])})"
         begins_anew = f"; without it the run begins anew after {self._patience_s:.0f} s" if self._will_forsake else ""
         missing = "a peer or a checkpoint with newer state is missing"
         return f"no position that every stage can reach: {missing}{told}{begins_anew}"

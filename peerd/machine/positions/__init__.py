@@ -1,0 +1,1 @@
+"""Positions of a run: what proves them, and the choice of the one that a swarm goes on from."""

@@ -1,0 +1,185 @@
+"""Proof of positions: which positions were surely positions of the run, so that a swarm may go on from them.
+
+A peer can claim any position. One is proven where
+* the conductor's own peer took part in the commit that led there, was told of it when it joined, or holds its state;
+* more than a third of the established members, dead ones included, reached it, by their own word;
+* more than a third of them signed that they stepped there (a commit proof), which needs no living witness;
+* a peer that the user trusts has reached it or keeps it: a bootstrap peer of the run file, or one named by `--trust`;
+* two keepers in different networks keep its state.
+The start is always proven. Up to a third of the established members, and any number of strangers, prove nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from typing import Final
+
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.limits import ESTABLISHED_MEMBERS, ESTABLISHED_STEPS, SEEN_POSITIONS
+from peerd.core.messages.swarm import Position
+from peerd.machine.swarm.posts import peer_of
+from peerd.machine.swarm.roster import START, RosterEntry
+
+_BEFORE: Final = -1  # the step of a commit under a conductor before this one
+KEEPERS: Final = 2  # that keep a position in different networks: then it counts
+
+
+class Established:
+    """The members, by stage, that were part of the run before now; kept, up to a number, after they are gone."""
+
+    def __init__(self, own: str, known: Mapping[str, int]) -> None:
+        """`own`: the conductor's own peer; `known`: the stage of each that the conductor before named as ready."""
+        self._own = peer_of(own)
+        self.additions = 0
+        self._stage: dict[str, int] = {}
+        self._of: dict[int, dict[str, int]] = {}  # the step of each one's last commit
+        self._peers: frozenset[str] | None = None
+        for peer, stage in known.items():
+            self.add(peer, stage)
+
+    def add(self, peer: str, stage: int, step: int = _BEFORE) -> None:
+        """The peer took part in the commit of `step` in this stage."""
+        self.additions += 1
+        self._peers = None
+        if peer in self._stage:
+            del self._of[self._stage[peer]][peer]
+        self._stage[peer] = stage
+        known = self._of.setdefault(stage, {})
+        known[peer] = step  # the latest comes last
+        if len(known) > ESTABLISHED_MEMBERS:
+            self._forget(next(iter(known)))
+
+    def step_made(self, step: int) -> None:
+        """Forget those that took no part in the last ESTABLISHED_STEPS: who is gone for good has no say for ever."""
+        for known in self._of.values():
+            for peer, at in list(known.items()):
+                if at == _BEFORE:
+                    known[peer] = step
+                elif at < step - ESTABLISHED_STEPS:
+                    self._forget(peer)
+
+    def _forget(self, peer: str) -> None:
+        self.additions += 1
+        self._peers = None
+        del self._of[self._stage.pop(peer)][peer]
+
+    def __contains__(self, peer: object) -> bool:
+        return peer in self._stage
+
+    def knows_of(self, stage: int) -> bool:
+        """True when members of this stage are known."""
+        return bool(self._of.get(stage))
+
+    @property
+    def peers(self) -> frozenset[str]:
+        """The peers of all these members."""
+        if self._peers is None:
+            self._peers = frozenset(map(peer_of, self._stage))
+        return self._peers
+
+    def vouch(self, stage: int, claims: Set[str], members: Collection[str]) -> bool:
+        """True when enough members of a stage say that they hold a state: more than a third of its established ones
+        that are there. Of those that are gone, or serve another stage now, nobody waits for the word.
+
+        `claims`: those that say so; `members`: all that are there. Where all its established members are gone,
+        newcomers do not vouch for what they had; where none are known, they do.
+        """
+        known = self._of.get(stage, {}).keys()
+        present = known & set(members)
+        return 3 * len(claims & present) > len(present) if present else not known - self._moved_away(members)
+
+    def _moved_away(self, members: Collection[str]) -> set[str]:
+        """The posts that are not among the members any more while their peers are, with other posts."""
+        there = set(map(peer_of, members))
+        return {post for post in self._stage if post not in members and peer_of(post) in there}
+
+    def back(self, witnesses: Set[str]) -> bool:
+        """True when the `witnesses` (peers) are more than a third of the established ones.
+
+        The conductor's own peer is established, too: where it does not bear a position out, one other alone does not.
+        """
+        witnesses = witnesses & self.peers
+        alone = len(witnesses) == 1 and self._own in self.peers - witnesses
+        return 3 * len(witnesses) > len(self.peers) and not alone
+
+
+class ProvenPositions:
+    """The conductor's evidence on positions. `version` grows with each change of what follows from it."""
+
+    def __init__(
+        self,
+        own: str,
+        established: Established,
+        seen: Iterable[Position] = (),
+        trusted: Collection[str] = (),
+        signers: Callable[[Position], Set[str]] | None = None,
+    ) -> None:
+        """`signers`: peers that validly signed a commit to a position, as far as proofs of it are at hand."""
+        self.established = established
+        self._own, self._trusted = own, frozenset(trusted)
+        self._signers = signers
+        self._seen = BoundedDict[Position, None](SEEN_POSITIONS)
+        self._kept: dict[Position, None] = {}  # kept by keepers whose word counts
+        self.announced: frozenset[Position] = frozenset()  # kept by any
+        self._changes = 0
+        for position in seen:
+            self._seen[position] = None
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self._changes, self.established.additions
+
+    def see(self, position: Position) -> None:
+        """The swarm stands at this position under this conductor."""
+        if position not in self._seen:
+            self._changes += 1
+        self._seen[position] = None
+
+    def saw(self, position: Position) -> bool:
+        """True when the conductor's own peer saw the swarm at this position."""
+        return position in self._seen
+
+    def keepers(self, kept: Mapping[str, Collection[Position]], network_of: Callable[[str], str]) -> None:
+        """Take the positions that keepers within reach keep. `network_of`: where a keeper is; "": unknown."""
+        networks: dict[Position, set[str]] = {}
+        proven: dict[Position, None] = {}
+        for peer, positions in kept.items():
+            network = {network_of(peer)} - {""}
+            for position in positions:
+                networks.setdefault(position, set()).update(network)
+                if peer in self._trusted:
+                    proven[position] = None
+        proven |= {position: None for position, found in networks.items() if len(found) >= KEEPERS}
+        announced = frozenset(networks) | proven.keys()
+        if (proven, announced) != (self._kept, self.announced):
+            self._kept, self.announced = proven, announced
+            self._changes += 1
+
+    def look_again(self) -> None:
+        """Commit proofs have come in."""
+        self._changes += 1
+
+    def knows_nothing(self, members: Mapping[str, RosterEntry]) -> bool:
+        """True for a conductor without any evidence of its own: it cannot tell a claim from a fact."""
+        own = members.get(self._own)
+        return not (self._seen or self.established.peers or (own is not None and own.is_anywhere))
+
+    def holds(self, stage: int, position: Position, claims: Set[str], members: Mapping[str, RosterEntry]) -> bool:
+        """True when the `claims`, by members of a stage, to hold the state of a proven position count.
+
+        What keepers keep, any member may have fetched: it is believed for positions that are proven otherwise.
+        """
+        own = self._own in claims or not self._trusted.isdisjoint(map(peer_of, claims))
+        return own or position in self.announced or self.established.vouch(stage, claims, members.keys())
+
+    def proves(self, position: Position, members: Mapping[str, RosterEntry]) -> bool:
+        """True when the swarm may go on from `position`."""
+        if position == START or position in self._seen or position in self._kept:
+            return True
+        own = members.get(self._own)
+        if own is not None and position in own.reach:
+            return True
+        witnesses = {peer_of(post) for post, entry in members.items() if position in entry.saw}
+        if witnesses & self._trusted or self.established.back(witnesses):
+            return True
+        return self._signers is not None and self.established.back(self._signers(position))

@@ -1,0 +1,79 @@
+"""Choice of the position a swarm goes on from: the newest that every stage can reach, and that is proven.
+
+A member can reach what it holds, has prepared or has saved. Any peer can claim any position, ahead of the swarm's or
+behind it, in a lineage of its own making. So only proven positions count (`ProvenPositions`).
+Hostile input: any position, in hellos of any peer. A claim that does not count makes its member one that is not ready.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+
+from peerd.core.messages.swarm import Position
+from peerd.machine.swarm.roster import START, RosterEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """The conductor's facts for the choice. `proves`: was a position surely the run's?"""
+
+    stages: int
+    first_save: int  # the first step after which peers write checkpoints
+    proves: Callable[[Position], bool]
+    holds: Callable[[int, Position, Set[str]], bool]  # do these members of a stage surely hold a proven state?
+    announced: int  # the newest step believed of a peer out of reach, or of kept checkpoints
+    kept: int = 0  # the newest proven step of which a keeper within reach keeps all states
+    in_doubt: bool = False  # the conductor has no evidence of its own: claims that it cannot judge are waited for
+    forsaken: bool = False  # what is missing was waited for long enough: the start will do
+
+
+def best_position(knowledge: Knowledge, members: Mapping[str, RosterEntry]) -> Position | None:
+    """The newest position that every stage can reach; None when there is none.
+
+    Every peer can make the parameters of step 0 again. But going back to them from a step that some peer may have saved
+    (`first_save` or later) would throw away work that returns with that peer; so it is done only when that is forsaken.
+    Likewise for going back behind what a keeper has.
+    """
+    claims: list[dict[Position, set[str]]] = [{} for _ in range(knowledge.stages)]
+    holders = Counter[Position]()
+    for post, member in members.items():
+        for position in member.reach:
+            claims[member.stage].setdefault(position, set()).add(post)
+        holders[member.position] += 1
+    claimed = set[Position]().union(*claims)
+    proven = {position for position in claimed if knowledge.proves(position)}
+
+    def reaches(stage: int, position: Position) -> bool:
+        by = claims[stage].get(position, set())
+        return bool(by) and knowledge.holds(stage, position, by)
+
+    common = {p for p in proven - {START} if all(reaches(stage, p) for stage in range(knowledge.stages))}
+    newest = max((p.step for p in (claimed if knowledge.in_doubt else proven)), default=0)
+    if all(claims) and (knowledge.forsaken or max(newest, knowledge.announced) < knowledge.first_save):
+        common.add(START)
+    best = max(common, key=lambda p: (p.step, holders[p], p.lineage), default=None)
+    if best is not None and best.step < knowledge.kept and not knowledge.forsaken:
+        return None  # members fetch what is kept, and go on from there
+    return best
+
+
+def unproven(knowledge: Knowledge, members: Mapping[str, RosterEntry]) -> dict[Position, list[str]]:
+    """Claimed positions that are not proven, the newest first, each with the members that claim it."""
+    found: dict[Position, list[str]] = {}
+    for post, member in sorted(members.items()):
+        for position in member.reach - {START}:
+            found.setdefault(position, []).append(post)
+    order = sorted(found, key=lambda p: (-p.step, p.lineage))
+    return {position: found[position] for position in order if not knowledge.proves(position)}
+
+
+def agreeing_on(stage: int, target: Position, members: Mapping[str, RosterEntry]) -> set[str]:
+    """The members of a stage whose last mean led, or leads, to `target`, and has the majority's digest.
+
+    A conductor that died may not have compared all digests: a member that was sent another sum must not step with it.
+    """
+    means = {p: m.digest for p, m in sorted(members.items()) if m.stage == stage and target in (m.position, m.prepared)}
+    most = Counter(means.values()).most_common(1)
+    return {peer for peer, digest in means.items() if digest == most[0][0]}

@@ -1,0 +1,123 @@
+"""Commit proofs between peers: serves this peer's (`proofs/1/show`), fetches others', and verifies their signatures.
+
+Also answers which peers are trusted, and whether a position that keepers announce counts for this peer. Hostile input:
+proofs. Signatures are verified some at a time, those of known members first, and no more than are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import trio
+
+from peerd.core.addr import peers_named
+from peerd.core.errors import OTHER_RUN_FILE, Refused, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.messages.commits import CommitProof, Committed, ProofShown, ShowProof
+from peerd.core.messages.proof import has_committed
+from peerd.core.messages.swarm import Position
+from peerd.core.run.runfile import RunFile
+from peerd.machine.positions.evidence import Evidence
+from peerd.machine.positions.proven_positions import KEEPERS
+from peerd.machine.swarm.posts import peer_of
+from peerd.net.host.host import Host
+from peerd.service.conductor.conductor_client import Following
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+
+_SHOW: Final = "proofs/1/show"
+_ANSWER_S: Final = 5.0
+_AT_ONCE: Final = 32  # signatures verified in one turn: about three milliseconds
+
+
+class CommitProofs:
+    """See the module's header. `run`: the fingerprint."""
+
+    def __init__(self, run: bytes, rpc: Rpc, host: Host, following: Following, trusted: Collection[str]) -> None:
+        self._run, self._rpc, self._host, self._following = run, rpc, host, following
+        self.evidence = Evidence()
+        self.trusted = frozenset(trusted)
+        self._users = 0
+
+    def trust(self, peers: Iterable[str]) -> None:
+        """Take these peers' word on the run's positions, too."""
+        self.trusted |= frozenset(peers)
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Answer calls inside the block; blocks of several parts of this process may overlap."""
+        if not self._users:
+            self._rpc.serve(_SHOW, ShowProof, self._show)
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._rpc.unserve("proofs/1")
+
+    async def _show(self, call: Incoming[ShowProof]) -> Answer[ProofShown]:
+        if call.body.run != self._run:
+            raise Refused(OTHER_RUN_FILE)
+        return Answer(ProofShown(self.evidence.proof(call.body.position)))
+
+    # --- others' ----------------------------------------------------------------------------------------------
+
+    def established(self) -> frozenset[str]:
+        """The peers of the run's members, as this peer knew them last."""
+        return frozenset(map(peer_of, self._following.established or self.evidence.established))
+
+    async def learn(self, peer: PeerId, position: Position, known: Collection[str] | None = None) -> bool:
+        """Ask `peer` for a proof of `position`, and keep it if more than a third of the `known` members signed it.
+
+        `known`: peers; None: `established`. False: there is no such proof there.
+        """
+        known = self.established() if known is None else known
+        with suppress(RemoteError):
+            body = ShowProof(self._run, position)
+            proof = (await self._rpc.call(peer, _SHOW, body, ProofShown, timeout_s=_ANSWER_S)).body.proof
+            if proof is not None and proof.position == position:
+                signed = await self._verified(proof, frozenset(known))
+                if 3 * len(signed) > len(known):
+                    self.evidence.take(CommitProof(position, signed))
+                    return True
+        return False
+
+    async def _verified(self, proof: CommitProof, known: frozenset[str]) -> list[Committed]:
+        """The valid signatures of known members, one of each."""
+        found: dict[str, Committed] = {}
+        looked_at = 0
+        for one in proof.committed:
+            if one.peer in known and one.peer not in found:
+                if has_committed(self._run, proof.position, one):
+                    found[one.peer] = one
+                looked_at += 1
+                if looked_at % _AT_ONCE == 0:
+                    await trio.lowlevel.checkpoint()
+        return list(found.values())
+
+    # --- keepers ----------------------------------------------------------------------------------------------
+
+    def counts(self, position: Position, keepers: Collection[PeerId]) -> bool:
+        """True when a position that these peers keep was surely the run's; see `machine/positions/proven_positions`."""
+        evidence, names = self.evidence, {peer.text for peer in keepers}
+        if position in evidence.seen or names & self.trusted:
+            return True
+        known, signers = self.established(), evidence.signers(position)
+        if known and 3 * len(signers & known) > len(known):
+            return True
+        return len({network for name in names if (network := self.network_of(name))}) >= KEEPERS
+
+    def network_of(self, peer: str) -> str:
+        """The network that a linked peer connects from; "": unknown."""
+        with suppress(ValueError):
+            link = self._host.links.best(PeerId.parse(peer))
+            if link is not None:
+                return link.user.region
+        return ""
+
+
+def trusted_peers(run: RunFile) -> frozenset[str]:
+    """Peers whose word on the run's positions this peer takes: its bootstrap peers, the organizer, `limits.trust`."""
+    return frozenset({run.access.organizer, *run.limits.trust, *peers_named(run.bootstrap)} - {""})

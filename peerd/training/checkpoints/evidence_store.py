@@ -1,0 +1,129 @@
+"""Store of a peer's evidence on its run: `evidence.json` beside the checkpoints, with proofs from the conductor.
+
+Written when it has changed, now and then, and once more at the end. What a crash loses is a few seconds of what the
+peer saw; the positions of its checkpoints are known from these. A damaged file is named in the log and written anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.ids import PeerId, is_peer_text
+from peerd.core.messages.swarm import Position
+from peerd.role import RoleContext
+from peerd.service.run_services import RunServices
+
+NAME: Final = "evidence.json"
+_LOOK_S: Final = 5.0  # between two looks for news
+_PROOFS: Final = 4  # newest checkpoints whose proofs are looked for
+_ASKING: Final = 16  # members of a large swarm that ask for each: the conductor's line is not to be filled with them
+_LEFT_OUT: Final = 64
+_MOST_BYTES: Final = 64 << 20
+
+
+class EvidenceStore:
+    """See the module's header. `open` comes first."""
+
+    def __init__(self, ctx: RoleContext, services: RunServices, positions: Callable[[], Sequence[Position]]) -> None:
+        """`positions`: those of the checkpoints beside it, oldest first."""
+        assert ctx.run is not None
+        self._ctx, self._proofs, self._following = ctx, services.proofs, services.following
+        self._directory = services.directory
+        self._files = ctx.worker("files")
+        self._positions = positions
+        self._rng = ctx.clock.rng("proofs")
+        self._left_out = BoundedDict[Position, None](_LEFT_OUT)  # positions whose proofs others ask for
+        self._path = ctx.data_dir / "checkpoints" / ctx.run.run / NAME
+        self._written = -1  # the version on disk
+        self._failed = False
+
+    async def open(self) -> None:
+        """Read what was stored, if this process has no evidence yet."""
+        evidence = self._proofs.evidence
+        if evidence.version or evidence.seen:
+            return
+        try:
+            data = await self._files.run(lambda: _read(self._path), name="read the evidence")
+            if data is not None:
+                evidence.load(data)
+        except (OSError, ValueError) as error:
+            self._ctx.log.event("evidence.not_read", level="warning", file=str(self._path), reason=str(error))
+
+    async def run(self) -> None:
+        """Keep the file current until cancelled."""
+        try:
+            while True:
+                await self._look_for_proofs()
+                await self._write()
+                await trio.sleep(_LOOK_S)
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._write()
+
+    async def _look_for_proofs(self) -> None:
+        """Ask the conductor for the proofs of our newest checkpoints; of many members only some ask."""
+        known = self._proofs.established()
+        for position in self._positions()[-_PROOFS:]:
+            if self._following.conductor is None or not position.step or position in self._left_out:
+                continue
+            if self._proofs.evidence.has_proof(position):
+                continue
+            if self._rng.random() * len(known) < _ASKING:
+                await self._proofs.learn(self._following.conductor, position)
+            else:
+                self._left_out[position] = None
+
+    async def prove(self, position: Position) -> None:
+        """For a keeper, which follows nobody: ask the conductor that the run's records name for a proof; store it."""
+        entries = self._directory.announced.values()
+        told = Counter(entry.progress.conductor for entry in entries if is_peer_text(entry.progress.conductor))
+        known = {entry.peer.text for entry in entries}
+        for conductor, _ in told.most_common(1):
+            await self._proofs.learn(PeerId.parse(conductor), position, known)
+        await self._write()
+
+    async def _write(self) -> None:
+        evidence = self._proofs.evidence
+        if evidence.version == self._written:
+            return
+        version, data = evidence.version, evidence.to_bytes()
+        try:
+            await self._files.run(lambda: _replace(self._path, data), name="write the evidence")
+        except OSError as error:
+            level = "debug" if self._failed else "warning"  # said once
+            self._failed = True
+            self._ctx.log.event("evidence.not_written", level=level, file=str(self._path), reason=str(error))
+        else:
+            self._written, self._failed = version, False
+
+
+def _read(path: Path) -> bytes | None:
+    """The file's content; None: there is none."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"more than {_MOST_BYTES} bytes")
+        return data
+    return None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.new")
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
