@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import trio
 import trio.testing
 
+from peerd.core.addr import parse_addr
+from peerd.core.errors import Unreachable
 from peerd.core.limits import IDENTIFY_BYTES, IDENTIFY_PARTS
 from peerd.core.protobuf.identity import Identify
 from peerd.core.protobuf.wire import bytes_field
@@ -68,3 +71,29 @@ async def test_what_is_no_introduction_is_logged_with_the_peers_name(
         assert await told(said) == (False, "")
     assert "broke identify" in caplog.text
     assert why in caplog.text
+
+
+@pytest.mark.parametrize("name", ["my_node", "a..b", "a" * 64, "xn--a", "ab--c"])
+async def test_a_peer_that_names_hosts_which_cannot_be_printed_spoils_nobodys_status(
+    name: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    place = b"\x36" + encode_varint(len(name)) + name.encode() + b"\x06\x0f\xa1"
+    other = parse_addr("/ip4/10.0.0.77/tcp/4001")
+    said = part(Identify(listen_addrs=(place, other.to_bytes()), observed_addr=place).encode())
+
+    async def say(stream: Stream) -> None:
+        await stream.send(said)
+        await stream.aclose()
+
+    async with running_hosts() as hosts:
+        a, b = await hosts.start("a"), await hosts.start("b")
+        a.unhandle(IDENTIFY_PUSH)
+        b.handle(IDENTIFY, say)
+        await b.connect(a.id, [hosts.addr("a")])  # so that b is known by its own word alone
+        info = await a.introduction(b.id, 10.0)
+        assert info is not None
+        assert [str(addr) for addr in info.addrs] == [str(addr) for addr in a.known_addrs(b.id)] == [str(other)]
+        assert info.observed is None
+        await hosts.stop("b")
+        with pytest.raises(Unreachable, match=re.escape(str(other))):
+            await a.connect(b.id)
