@@ -100,6 +100,7 @@ class Link:
             pool=buffers.received,
         )
         self.mux.rtt_min_s = secured.rtt_s
+        self.mux.ready = RAIL in session.offers  # a peerd peer serves streams at once
         self.streams: dict[Stream, None] = {}  # in the order of their opening
         # Rails lead where this connection does: not through routers that let in this one only, nor over third peers.
         self._opens_rails = secured.initiator and way in (Way.LOCAL, Way.DIRECT) and RAIL in session.offers
