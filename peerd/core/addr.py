@@ -11,6 +11,7 @@ import ipaddress
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from multiaddr import Multiaddr
@@ -42,7 +43,9 @@ _VALUE_BYTES: Final = {
     _P2P: _VARIABLE,
     **dict.fromkeys(_DNS_CODES, _VARIABLE),
 }
-_DNS_NAME: Final = re.compile(rb"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?\.?")
+_DNS_BYTES: Final = 253
+_DNS_LABEL: Final = re.compile("[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
+_CID: Final = b"\x01\x72"  # a peer id as CIDv1 (libp2p-key) is these bytes and the id
 # A peer id is 38 bytes in every accepted address: /p2p is then always these three bytes and the id.
 _PEER_HEAD: Final = b"\xa5\x03\x26"
 _CIRCUIT_PART: Final = b"\xa2\x02"
@@ -84,7 +87,10 @@ def parse_addr(text: str) -> Multiaddr:
         raise ConfigError(f"{text[:60]!r} is not an address: it is too long or holds odd characters")
     if not text.startswith("/") or len(text) < 2:
         raise ConfigError(f"{text!r} is not an address: it has to begin with '/', as in {EXAMPLE}")
+    names = [name for family, name in pairwise(text.split("/")) if family in _DNS_CODES.values()]
     try:
+        for name in names:  # the library's own words on names are about code points
+            _check_host_name(name)
         return decode_addr(Multiaddr(text).to_bytes())
     except (MultiaddrError, ValueError, LookupError) as error:
         reason = getattr(error, "original", None) or getattr(error, "message", None) or error
@@ -94,12 +100,16 @@ def parse_addr(text: str) -> Multiaddr:
 
 
 def decode_addr(raw: bytes) -> Multiaddr:
-    """The binary form as peers send it; raises ProtocolViolation."""
+    """The binary form as peers send it; raises ProtocolViolation. A peer id as CIDv1 becomes the usual 38 bytes."""
     if not 0 < len(raw) <= ADDR_BYTES:
         raise ProtocolViolation(f"an address has {len(raw)} bytes; allowed: 1 to {ADDR_BYTES}")
-    for _ in _components(raw):
-        pass
-    return Multiaddr(raw)
+    parts = [_usual(code, raw[begin:end]) for code, begin, end in _components(raw)]
+    return Multiaddr(b"".join(parts))
+
+
+def _usual(code: int, component: bytes) -> bytes:
+    cid = len(component) == len(_PEER_HEAD) + len(_CID) + PEER_ID_BYTES
+    return _PEER_HEAD + component[-PEER_ID_BYTES:] if code == _P2P and cid else component
 
 
 def _components(raw: bytes) -> Iterator[tuple[int, int, int]]:
@@ -130,11 +140,32 @@ def _number(raw: bytes, at: int) -> tuple[int, int]:
 def _check_value(code: int, value: bytes) -> None:
     if code == _P2P:
         try:
-            PeerId(value)
+            PeerId(value.removeprefix(_CID))
         except ValueError:
             raise ProtocolViolation("the peer id is not that of an Ed25519 key (12D3KooW...)") from None
-    elif code in _DNS_CODES and _DNS_NAME.fullmatch(value) is None:
-        raise ProtocolViolation(f"{value[:40]!r} is not a host name")
+    elif code in _DNS_CODES:
+        _check_host_name(value.decode("latin-1"))
+
+
+def _check_host_name(name: str) -> None:
+    """Raise ProtocolViolation unless `name` is a host name that the library can print, too (RFC 1123, IDNA)."""
+    shown, labels = repr(name[:80]), name.removesuffix(".").split(".")
+    if "_" in name:
+        raise ProtocolViolation(
+            f"{shown} has an underscore, which no host name may have: give that machine another name, or use its IP"
+        )
+    if len(name) > _DNS_BYTES or not all(map(_DNS_LABEL.fullmatch, labels)):
+        raise ProtocolViolation(
+            f"{shown} is not a host name: it needs parts of 1 to 63 letters, digits and '-', with dots between them"
+        )
+    xn = any(label[2:4] == "--" for label in labels)  # reserved: other alphabets are written so
+    if xn or "." not in name:
+        try:
+            Multiaddr(f"/dns/{name}")
+        except (MultiaddrError, ValueError, LookupError):
+            why = f"it names a protocol: write '{name}.' or its IP"
+            why = "it has '--', and is no valid 'xn--' name" if xn else why
+            raise ProtocolViolation(f"{shown} is not taken as a host name: {why}") from None
 
 
 def split_peer(addr: Multiaddr) -> tuple[Multiaddr, PeerId | None]:

@@ -167,6 +167,7 @@ STREAMS_INBOUND: Final = 512  # open at once on one connection, by the peer; eac
 STREAMS_OUTBOUND: Final = 512  # open at once on one connection, by us: what a peerd peer accepts
 STREAMS_HOST: Final = 16_384  # open at once, by all peers: 32 for each connection that we may hold
 STREAM_ACK_BACKLOG: Final = 256  # streams opened by us and not yet acknowledged; Go accepts 256
+STREAMS_EARLY: Final = 10  # opened by us before the peer uses any stream; js-yamux 3 gives up a connection with 11
 WINDOW_BYTES_INITIAL: Final = 256 * 1024  # yamux: what each stream may send unasked
 WINDOW_BYTES_MAX: Final = 64 << 20  # one stream: 500 Mb/s x 300 ms, and what comes while one of its connections rests
 WINDOW_BYTES_LINK: Final = 96 << 20  # beyond the initial windows, all streams of one connection

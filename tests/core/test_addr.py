@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 
+import base58
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from peerd.core.addr import (
     CircuitPlace,
@@ -24,6 +28,7 @@ from peerd.core.addr import (
 from peerd.core.errors import ConfigError, ProtocolViolation
 from peerd.core.keys import Keypair
 from peerd.core.limits import ADDR_BYTES
+from peerd.core.varint import encode_varint
 
 PEER = Keypair.from_seed(bytes(32)).peer_id
 RELAY = Keypair.from_seed(b"r" * 32).peer_id
@@ -149,3 +154,60 @@ def test_a_port_that_looks_like_a_circuit_is_a_port() -> None:
     addr = parse_addr("/ip4/1.2.3.4/tcp/41474")
     assert addr.to_bytes().endswith(b"\xa2\x02")
     assert (is_relayed(addr), circuit_place(addr), is_dialable(addr)) == (False, None, True)
+
+
+PIECES = ["xn--", "a", ".", "-", "_", "b" * 63, "nxasmq6b", "99999999999", "A1", "ws"]
+NAMES = st.text("aZ0_-.xn", max_size=70) | st.builds("".join, st.lists(st.sampled_from(PIECES), max_size=7))
+
+
+@given(NAMES, st.sampled_from([0x35, 0x36, 0x37, 0x38]))
+def test_each_name_that_a_peer_sends_is_refused_or_printed_and_read_again(name: str, family: int) -> None:
+    raw = bytes([family, len(name)]) + name.encode() + b"\x06\x0f\xa1" if len(name) < 0x80 else b""
+    with contextlib.suppress(ProtocolViolation):
+        addr = decode_addr(raw)
+        assert addr.to_bytes() == raw
+        assert parse_addr(str(addr)) == addr
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("my_backbone", "'my_backbone' has an underscore, which no host name may have: give that machine another name"),
+        ("a..b", "'a..b' is not a host name: it needs parts of 1 to 63 letters, digits and '-'"),
+        ("a" * 64, "parts of 1 to 63"),
+        ("-a", "letters, digits and '-'"),
+        (".".join("abcdefgh" for _ in range(29)), "is not a host name"),
+        ("ab--c", "'ab--c' is not taken as a host name: it has '--', and is no valid 'xn--' name"),
+        ("tcp", "'tcp' is not taken as a host name: it names a protocol: write 'tcp.' or its IP"),
+    ],
+)
+def test_a_name_that_no_machine_can_have_is_refused_with_one_reason(name: str, why: str) -> None:
+    raw = b"\x36" + encode_varint(len(name)) + name.encode() + b"\x06\x0f\xa1"
+    with pytest.raises(ProtocolViolation) as sent:
+        decode_addr(raw)
+    with pytest.raises(ConfigError) as typed:
+        parse_addr(f"/dns4/{name}/tcp/4001/p2p/{PEER}")
+    assert why in str(sent.value)
+    assert str(sent.value) in str(typed.value)
+    assert "odepoint" not in str(typed.value)
+
+
+@pytest.mark.parametrize("name", ["a", "a.", "A.b-c.D9", "xn--nxasmq6b", "1.2.3.4", "b" * 63, "ws.", "tcp.dns4"])
+def test_a_name_that_a_machine_can_have_is_taken(name: str) -> None:
+    addr = parse_addr(f"/dns4/{name}/tcp/4001/p2p/{PEER}")
+    assert str(decode_addr(addr.to_bytes())) == f"/dns4/{name}/tcp/4001/p2p/{PEER}"
+
+
+def test_a_peer_id_as_a_cid_is_the_same_peer() -> None:
+    cid, usual = b"\x01\x72" + PEER.raw, with_peer(parse_addr("/ip4/1.2.3.4/tcp/1"), PEER)
+    base32 = "b" + base64.b32encode(cid).decode().lower().rstrip("=")
+    for text in (base32, "z" + base58.b58encode(cid).decode(), "f" + cid.hex()):
+        assert parse_addr(f"/ip4/1.2.3.4/tcp/1/p2p/{text}") == usual
+    sent = b"\x04\x01\x02\x03\x04\x06\x00\x01\xa5\x03" + bytes([len(cid)]) + cid
+    assert decode_addr(sent) == usual
+    assert split_peer(decode_addr(sent)) == (parse_addr("/ip4/1.2.3.4/tcp/1"), PEER)
+    circuit = sent + b"\xa2\x02" + sent[8:]
+    assert circuit_place(decode_addr(circuit)) == CircuitPlace(PEER, parse_addr("/ip4/1.2.3.4/tcp/1"))
+    other = sent[:11] + b"\x01\x70" + sent[13:]  # the CID of another kind of content
+    with pytest.raises(ProtocolViolation, match="Ed25519"):
+        decode_addr(other)

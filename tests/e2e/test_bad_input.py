@@ -87,6 +87,7 @@ CASES = [
     Case("wrong bootstrap", "backbone --bootstrap 10.0.0.1:31337", 2, ("--bootstrap: '10.0.0.1:31337' is not an",)),
     Case("wrong listen", "backbone --listen /ip4/999.0.0.1/tcp/1", 2, ("--listen: '/ip4/999.0.0.1/tcp/1' is not",)),
     Case("wrong peer id", "backbone --bootstrap /ip4/1.2.3.4/tcp/1/p2p/Qm1", 2, ("--bootstrap:", "is not an address")),
+    Case("a container's name", "backbone --bootstrap /dns/a_b/tcp/1", 2, ("'a_b' has an underscore, which no host",)),
     # The run file.
     Case("no such file", "join --role stage --model {tmp}/rum.yaml", 2, ("there is no file {tmp}/rum.yaml",)),
     Case(

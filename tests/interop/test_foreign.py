@@ -303,6 +303,27 @@ async def test_a_reader_that_pauses_slows_the_writer_and_loses_nothing(name: str
         assert right == [True]
 
 
+@each_peer
+async def test_many_streams_at_the_first_moment_are_all_served(name: str) -> None:
+    async with foreign_peer(name, own=True) as foreign, our_host() as host:
+        right: list[bool] = []
+
+        async def ask(size: int) -> None:
+            right.append(await echoed(await host.open_stream(id_of(foreign), ECHO), size))
+
+        with trio.fail_after(30):
+            async with trio.open_nursery() as nursery:
+
+                def at_once(peer: PeerId) -> None:
+                    for number in range(24):  # js serves 32 at once of one protocol
+                        nursery.start_soon(ask, 100 + number)
+
+                host.when_moved(at_once)
+                await host.connect_addr(parse_addr(foreign.addr))
+        assert right == [True] * 24
+        assert len(host.links) == 1
+
+
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 @each_peer
 async def test_a_protocol_that_one_side_does_not_speak_costs_the_stream_only(name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import trio
 from peerd.compute.model.footprint import spare_bytes
 from peerd.core.errors import Refused
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.swarm import StatePiece
+from peerd.core.messages.swarm import StateManifest, StatePiece, StateRequest
 from peerd.core.run.runfile import AveragingSection, CheckpointSection, EvaluateSection, RunFile
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.state.snapshot import Giving
@@ -114,3 +115,39 @@ async def test_a_member_that_is_a_step_late_needs_no_state(tmp_path: Path, run: 
         await until_equal(s, late, peers[0], late.role.position.step)
         assert told(late, "stage.downloaded") == []
         assert line.frozen_at == []
+
+
+async def test_a_download_that_fails_again_and_again_writes_one_line_and_says_why_it_waits(
+    tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give, asked, refuses = Giving._give_manifest, list[float](), False
+
+    async def refuse(self: Giving, call: Incoming[StateRequest]) -> Answer[StateManifest]:
+        if not refuses:
+            return await give(self, call)
+        asked.append(trio.current_time())
+        raise Refused("its copy is being made")
+
+    monkeypatch.setattr(Giving, "_give_manifest", refuse)
+    async with swarm(tmp_path / "peers") as s:
+        peers, (trainer,) = await pipeline(s, run, 4)
+        await reaches(s, peers[0], 3)
+        trainer.kill()
+        refuses = True
+        new = await s.start("new", StageRole, pinned(run, 0))
+        await trio.sleep(95)
+        failed = told(new, "stage.download_failed")
+        assert len(failed) == 1, f"{len(failed)} lines"
+        assert "its copy is being made" in str(failed[0]["reason"])
+        pauses = [later - earlier for earlier, later in pairwise(asked) if later - earlier > 0.4]
+        assert 4 <= len(pauses) <= 20, pauses
+        assert max(pauses) > 8 * min(pauses)
+        waits_for = new.role.status()["waits_for"]
+        assert "the state of step" in waits_for
+        assert "attempts failed, the last one:" in waits_for
+        assert "its copy is being made" in waits_for
+        refuses = False
+        await until_equal(s, new, peers[0], 2)
+        await trio.sleep(3)  # for the conductor's answer
+        assert new.role.post.catching_up.waits_for is None
+        assert told(new, "stage.download_recovered")[0]["failures"] > 4

@@ -71,7 +71,8 @@ class Yamux:
         self.streams: dict[int, YamuxStream] = {}
         self.rtt_s: float | None = None  # smoothed
         self.rtt_min_s: float | None = None  # that of the idle path, as far as it was seen
-        self.inbound = self.outbound = self.unacked = 0  # streams
+        self.inbound = self.outbound = self.unacked = self.early = 0  # streams; early: ours before the peer was ready
+        self.ready = True  # the driver clears it for a peer of another kind, until that uses a stream itself
         self.peer_gone = self.leaving = False
         self._queue = SendQueue()
         self._credit = Credit(self.config, self.budget, self._queue)
@@ -100,6 +101,8 @@ class Yamux:
     def can_open(self) -> bool:
         """True when `open` is possible now; if not, it may be after the next `receive` or a stream's end."""
         config = self.config
+        if not self.ready and self.early >= config.streams_early:
+            return False
         return self.outbound < config.streams_outbound and self.unacked < config.ack_backlog
 
     @property
@@ -115,6 +118,7 @@ class Yamux:
         self._next_id += 2
         self.outbound += 1
         self.unacked += 1
+        self.early += not self.ready
         self.streams[stream.id] = stream
         self._credit.presume(stream)
         stream.flags_due = SYN
@@ -149,9 +153,10 @@ class Yamux:
         """RST: both directions end now, what is queued is dropped."""
         stream.abandoned = True
         if not stream.closed:
-            # A stream that the peer never heard of needs no goodbye.
             if not stream.flags_due & SYN:
                 self._queue.mark_reset(stream)
+            elif self.early:  # the peer never heard of it: it needs no goodbye
+                self.early -= 1
             self._end(stream)
         stream.forget()
         self._settle(stream)
@@ -413,6 +418,7 @@ class Yamux:
         if self.leaving or self.inbound >= self.config.streams_inbound:
             self._frame(WINDOW, RST, stream_id, 0)
             return None
+        self.ready = True
         stream = YamuxStream(stream_id, inbound=True, now=now, pool=self.pool)
         self.inbound += 1
         self.streams[stream_id] = stream
@@ -424,6 +430,7 @@ class Yamux:
 
     def _begin_body(self, lane: Lane, stream: YamuxStream | None, flags: int, length: int) -> None:
         if stream is not None:
+            self.ready = True
             if stream.fin_received and length:
                 raise ProtocolViolation(f"data after the end of stream {stream.id}")
             if length > stream.credit:

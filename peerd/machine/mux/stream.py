@@ -26,6 +26,7 @@ class YamuxConfig:
     streams_inbound: int = limits.STREAMS_INBOUND
     streams_outbound: int = limits.STREAMS_OUTBOUND
     ack_backlog: int = limits.STREAM_ACK_BACKLOG  # streams opened by us that the peer has not acknowledged
+    streams_early: int = limits.STREAMS_EARLY  # streams opened by us before a peer of another kind has used any
     window_bytes_max: int = limits.WINDOW_BYTES_MAX  # of one stream
     keepalive_s: float = 10.0  # between pings
     dead_after_s: float = 30.0  # of silence

@@ -35,7 +35,12 @@ class PeerInfo:
     agent: str
     protocols: tuple[str, ...]
     addrs: tuple[Multiaddr, ...]  # where it listens, as it says
-    observed: Multiaddr | None  # our address as it sees us
+    observed: Multiaddr | None  # our address as it sees us, on the link on which it said all this
+
+    def after(self, before: PeerInfo) -> PeerInfo:
+        """This description as an update of the one before: what it leaves out has not changed."""
+        agent, protocols = self.agent or before.agent, self.protocols or before.protocols
+        return PeerInfo(agent, protocols, self.addrs or before.addrs, self.observed)
 
 
 async def send_identify(stream: Stream, message: Identify) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from typing import Protocol
 
 import trio
@@ -77,7 +78,7 @@ class Introductions:
     async def serve_push(self, stream: Stream) -> None:
         """The handler of identify push."""
         with trio.move_on_after(self._host.identify_s):
-            self._believe(stream.link, await receive_identify(stream))
+            self._believe(stream.link, await receive_identify(stream), update=True)
 
     async def ask(self, link: Link) -> None:
         """Have the peer introduce itself; a peer that does not is no reason to drop the link."""
@@ -128,9 +129,16 @@ class Introductions:
             agent_version=host.agent,
         )
 
-    def _believe(self, link: StreamOwner, info: PeerInfo) -> None:
+    def _believe(self, link: StreamOwner, info: PeerInfo, *, update: bool = False) -> None:
+        """Take what the peer says of itself. `update`: a push, which may leave out what has not changed.
+
+        Some programs never push the address at which they see us: it stays as known, for each link by itself.
+        """
         if self._host.links.best(link.peer) is not None:
-            self.infos[link.peer] = info
+            link.observed = info.observed or link.observed
+            known = self.infos.get(link.peer) if update else None
+            info = info if known is None else info.after(known)
+            self.infos[link.peer] = replace(info, observed=link.observed)
             self._arrived.unpark_all()
             self._host.learn(link.peer, info.addrs, by=link.peer)
             self._host.links.told(link)

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 import trio
+from multiaddr import Multiaddr
 
 from peerd.core.errors import ProtocolViolation, Unreachable
 from peerd.core.ids import PeerId
@@ -87,6 +88,7 @@ class Link:
         self.remote = secured.raw.remote
         self.user = user_at(self.peer.text, self.remote)  # the user that the host's book knows it as
         self.local = secured.raw.local if isinstance(secured.raw, LocatedLink) else None  # this end, where it is known
+        self.observed: Multiaddr | None = None  # this end as the peer sees it, once it has said so
         self.opened_at = self.idle_since = trio.current_time()
         self.bytes_in = self.bytes_out = 0
         self.paced = False  # what leaves is held back on purpose
@@ -99,7 +101,7 @@ class Link:
             budget=budget,
             pool=buffers.received,
         )
-        self.mux.rtt_min_s = secured.rtt_s
+        self.mux.rtt_min_s, self.mux.ready = secured.rtt_s, RAIL in session.offers  # peerd serves streams at once
         self.streams: dict[Stream, None] = {}  # in the order of their opening
         # Rails lead where this connection does: not through routers that let in this one only, nor over third peers.
         self._opens_rails = secured.initiator and way in (Way.LOCAL, Way.DIRECT) and RAIL in session.offers

@@ -39,6 +39,7 @@ class StreamOwner(Protocol):
     initiator: bool
     remote: Multiaddr
     local: Multiaddr | None
+    observed: Multiaddr | None
     user: User
     mux: Yamux
     superseded_at: float | None

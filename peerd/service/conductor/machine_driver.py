@@ -56,6 +56,7 @@ class MachineDriver:
         self.warnings = notes
         self.tenure: Tenure | None = None
         self.heard: dict[str, float] = {}  # post or trainer that reports -> when it was heard last
+        self.helpers: set[str] = set()  # of these, posts that help their stage and do not serve it
         self.nursery: trio.Nursery | None = None  # for a tenure's tasks; None: not running
         self._changed_to: tuple[Conductor | None, int] = None, 0  # the machine, and its version for members
         self._due = 0.0  # the machine's next deadline
@@ -79,6 +80,7 @@ class MachineDriver:
         self.tenure = None
         self._orders.cancel_all()
         self.heard.clear()
+        self.helpers.clear()
         self.wake_waiting()
 
     # --- events and outputs -----------------------------------------------------------------------------------
@@ -92,6 +94,7 @@ class MachineDriver:
         """Tell the machine that these posts and trainers are gone."""
         for name in names:
             if self.tenure is not None and self.heard.pop(name, None) is not None:
+                self.helpers.discard(name)
                 self.feed(MemberGone(name))
                 self.feed(TrainerGone(name))
 

@@ -30,7 +30,7 @@ from peerd.core.messages.swarm import (
 )
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
-from peerd.machine.swarm.events import MemberGone, MemberHello, TrainerReport
+from peerd.machine.swarm.events import MemberHello, TrainerReport
 from peerd.machine.swarm.posts import post_name
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.conductor.duty import Duty
@@ -73,11 +73,12 @@ class Reports:
         self._check_run(body.run)
         tenure = self._duty.act(body.term, call.peer)
         machine = tenure.machine
-        self._check_post(machine, call.peer.text, body.stage)
-        self._driver.heard[name] = trio.current_time()
         helps = body.line is not None and body.line.mode == "aux"
+        self._check_post(machine, call.peer.text, body.stage, helps=helps)
+        self._driver.heard[name] = trio.current_time()
         if helps:
-            self._take_helper(machine, name, body)
+            self._driver.helpers.add(name)
+            self._take_line(machine, name, body)
         else:
             self._take_member(machine, call.peer, name, body)
         machine.saved(name, body.saved)
@@ -91,20 +92,22 @@ class Reports:
         resend = not helps and (resend or not machine.is_member(name, body.session))
         return Answer(self._to_member(tenure, body, resend=resend))
 
-    def _check_post(self, machine: Conductor, peer: str, stage: int) -> None:
-        """Refused: a stage that the run does not have, or more posts than one identity may take up."""
-        stages, heard = machine.roster.stages, self._driver.heard
+    def _check_post(self, machine: Conductor, peer: str, stage: int, *, helps: bool) -> None:
+        """Refuse a stage that the run does not have, and more served stages than one identity may have.
+
+        A peer helps one stage: a report from another stage ends its earlier help. A post that helped and now serves,
+        or the reverse, is a new post.
+        """
+        stages, heard, helpers, post = machine.roster.stages, self._driver.heard, self._driver.helpers, post_name
         if stage not in stages:
             raise Refused(f"the run has {len(stages)} stages, and no stage {stage}")
-        if post_name(peer, stage) in heard:
+        name = post(peer, stage)
+        if name in heard and (name in helpers) == helps:
             return
-        if sum(post_name(peer, other) in heard for other in stages) > POSTS:
+        others = [post(peer, other) for other in stages if other != stage and post(peer, other) in heard]
+        if not helps and sum(other not in helpers for other in others) >= POSTS:
             raise Refused(f"one peer serves {POSTS} stages at most, and helps one")
-
-    def _take_helper(self, machine: Conductor, name: str, body: MemberSync) -> None:
-        if machine.is_member(name, body.session):
-            self._driver.feed(MemberGone(name))
-        self._take_line(machine, name, body)
+        self._driver.gone([name, *(other for other in others if helps and other in helpers)])
 
     def _take_member(self, machine: Conductor, peer: PeerId, name: str, body: MemberSync) -> None:
         gate = self._rpc.gate

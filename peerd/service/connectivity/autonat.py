@@ -151,7 +151,7 @@ class Reach:
         sight = Sight(
             peer=link.peer,
             at=link.remote,
-            seen=split_peer(info.observed)[0] if info.observed is not None else None,
+            seen=split_peer(link.observed)[0] if link.observed is not None else None,
             mapped=not (link.initiator and direct) or self._from_our_port(link),
             accepted=direct and not link.initiator,
             tests=direct and AUTONAT in info.protocols,

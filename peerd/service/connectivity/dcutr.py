@@ -256,11 +256,11 @@ class Punching:
         ports = {_port(addr) for addr in host.listen_addrs()}
         seen = []
         for peer in host.connected():
-            info, link = host.info(peer), host.links.direct(peer)
-            if info is None or info.observed is None or link is None:
+            link = host.links.direct(peer)
+            if link is None or link.observed is None:
                 continue
             if not link.initiator or link.local is None or _port(link.local) in ports:
-                seen.append(info.observed)  # else it is the trace of some other port of ours
+                seen.append(link.observed)  # else it is the trace of some other port of ours
         return seen
 
     def _targets(self, peer: PeerId, message: HolePunch) -> list[Multiaddr]:

@@ -25,6 +25,7 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import MemberInfo, Position, StateRequest
 from peerd.core.work import Worker
+from peerd.machine.state.failure_streak import FailureStreak
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import StateItem
@@ -35,7 +36,8 @@ from peerd.training.catchup.validate import state_at
 
 T = TypeVar("T")
 
-_PAUSE_S = 0.5  # after a download that failed, or while there is no donor
+_PAUSE_S = 0.5  # while there is no donor, and after the first of the downloads that fail
+_LONGEST_PAUSE_S = 20.0  # after many that failed
 _TIDY_S = 30.0  # between two looks for copies that no peer asks for any more
 
 
@@ -101,7 +103,9 @@ class CatchingUp:
     def __init__(
         self, ctx: RoleContext, services: RunServices, coding: Worker, joiner: CatchingMember, reports: ConductorReports
     ) -> None:
-        self.waits_for: str | None = None
+        self._awaited: str | None = None  # what is waited for, in words
+        self._failures = FailureStreak(_PAUSE_S, _LONGEST_PAUSE_S)
+        self._failed_donors: set[PeerId] = set()  # of the last failure
         self._ctx, self._services, self._coding, self._joiner, self._reports = ctx, services, coding, joiner, reports
         self._snapshots = services.snapshots()
         self._snapshots.notes = lambda text: ctx.log.event("stage.download_noted", note=text)
@@ -115,6 +119,14 @@ class CatchingUp:
         self._apart: Position | None = None  # a position of ours that the swarm's conductor never saw
         self._seen = Signal()
         self._trail: Trail | None = None
+
+    @property
+    def waits_for(self) -> str | None:
+        """What the member waits for, with the reason of the last failure; None while it needs nothing."""
+        count, reason = self._failures.count, self._failures.reason
+        if self._awaited is None or reason is None:
+            return self._awaited
+        return f"{self._awaited}; {count} {'attempt' if count == 1 else 'attempts'} failed, the last one: {reason}"
 
     # --- giving -------------------------------------------------------------------------------------------------
 
@@ -157,7 +169,7 @@ class CatchingUp:
         position = self._joiner.position
         self._apart = stated if apart else None
         if position == current:
-            self.waits_for = None  # also where the swarm came to us: what was waited for is not needed
+            self._arrived()  # also where the swarm came to us: what was waited for is not needed
         if self._goal is None and (stated != position or position == current):
             return  # a commit has come in between, or all is well
         self._goal = None if position == current else current
@@ -176,10 +188,25 @@ class CatchingUp:
                 moved = await self._attempt()
                 self._goal = None  # until the conductor says more
                 if moved:
-                    self.waits_for = None
+                    self._arrived()
                     self._reports.tell()
                 else:
-                    await trio.sleep(_PAUSE_S)
+                    await self._pause()
+
+    def _arrived(self) -> None:
+        self._awaited = None
+        if count := self._failures.succeeded():
+            self._ctx.log.event("stage.download_recovered", stage=self._stage, failures=count)
+
+    async def _pause(self) -> None:
+        """Wait before the next attempt; less long if a donor appears that was not there in the last one."""
+        until = trio.current_time() + max(_PAUSE_S, self._failures.pause_s)
+        while trio.current_time() < until:
+            await trio.sleep(min(_PAUSE_S, until - trio.current_time()))
+            donors = set(self._donors())
+            if donors - self._failed_donors:
+                return
+            self._failed_donors &= donors
 
     async def _tidy(self) -> None:
         while True:
@@ -191,20 +218,29 @@ class CatchingUp:
         goal, begun = self._goal, self._joiner.position
         assert goal is not None
         if not self._donors():
-            self.waits_for = f"a peer of stage {self._stage} with the state of step {goal.step}"
+            self._awaited = f"a peer of stage {self._stage} with the state of step {goal.step}"
+            self._failed_donors = set()
             return False
         try:
             expected = await self._joiner.work(lambda: self._joiner.model.outline(), "outline the state")
             late_bytes = (goal.step - begun.step) * self._joiner.model.vector_outline().nbytes
             if 0 < late_bytes <= sum(spec.nbytes for spec in expected):
-                self.waits_for = f"the steps up to {goal.step} from a stage-mate"
+                self._awaited = f"the steps up to {goal.step} from a stage-mate"
                 await self._along_a_trail(self._from_here)
             if self._joiner.position not in (goal, self._goal):
-                self.waits_for = f"the state of step {goal.step} from a stage-mate"
+                self._awaited = f"the state of step {goal.step} from a stage-mate"
                 await self._along_a_trail(partial(self._from_a_state, expected))
         except (RemoteError, ValueError, Elsewhere) as error:
-            self._ctx.log.event("stage.download_failed", level="warning", stage=self._stage, reason=str(error))
+            self._note_failure(error)
         return self._joiner.position != begun
+
+    def _note_failure(self, error: Exception) -> None:
+        """Count a failed attempt; the log has one line for each kind of error, and a reminder now and then."""
+        reason, failures = str(error), self._failures
+        self._failed_donors = set(self._donors())
+        if (count := failures.failed(trio.current_time(), type(error).__name__, reason)) is not None:
+            facts = {"stage": self._stage, "reason": reason, "count": count, "retry_s": failures.pause_s}
+            self._ctx.log.event("stage.download_failed", level="warning", **facts)
 
     async def _along_a_trail(self, start: Callable[[Trail], Awaitable[Position]]) -> None:
         """Replay a trail that is fetched meanwhile, from the position that `start` brings us to."""

@@ -51,6 +51,23 @@ def test_data_arrives_whole_in_pieces_of_any_size(piece_bytes: int) -> None:
     pair.check()
 
 
+def test_few_streams_are_opened_before_a_peer_of_another_kind_uses_one() -> None:
+    pair = MuxPair(YamuxConfig(streams_early=3))
+    pair.a.mux.ready = False
+    unheard = [pair.a.mux.open(0.0) for _ in range(3)]
+    assert not pair.a.mux.can_open
+    for stream in unheard:
+        pair.a.mux.reset(stream)  # the peer never hears of it, so it does not count
+    ours = [pair.a.mux.open(0.0) for _ in range(3)]
+    pair.carry()  # with acknowledgements
+    pair.a.mux.reset(ours[0])
+    pair.carry()
+    assert not pair.a.mux.can_open, "a stream that ended was one of the first few, too"
+    pair.b.mux.write(pair.b.accepted[2], b"hello")
+    pair.carry()
+    assert pair.a.mux.can_open
+
+
 def test_small_writes_of_one_moment_share_a_frame() -> None:
     pair = MuxPair()
     ours, _ = opened(pair)

@@ -9,13 +9,14 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.errors import Refused
+from peerd.core.keys import Keypair
 from peerd.core.limits import POSTS
 from peerd.core.messages.proof import is_granted
-from peerd.core.messages.swarm import Done, Leave, LineInfo, MemberAnswer, Seqs, WhoConducts
+from peerd.core.messages.swarm import Done, Leave, LineInfo, MemberAnswer, MemberSync, Seqs, WhoConducts
 from peerd.machine.swarm.posts import post_name
 from peerd.machine.swarm.roster import START
 from peerd.service.rpc.rpc import Incoming
-from tests.worlds.machines.conductor_scene import OTHER, OWN, RUN, THIRD, member, running, trainer
+from tests.worlds.machines.conductor_scene import OTHER, OWN, RUN, THIRD, Scene, member, running, trainer
 
 
 async def test_what_is_meant_for_another_run_is_refused(autojump_clock: MockClock) -> None:
@@ -32,20 +33,46 @@ async def test_what_is_meant_for_another_run_is_refused(autojump_clock: MockCloc
         assert scene.driver.tenure is None
 
 
-async def test_one_identity_takes_up_few_posts_and_none_of_stages_that_are_not(autojump_clock: MockClock) -> None:
+async def test_one_identity_serves_few_stages_and_none_of_those_that_are_not(autojump_clock: MockClock) -> None:
     async with running(stages=6) as scene:
         with pytest.raises(Refused, match="no stage 6"):
             await scene.reports._member(member(OTHER, stage=6))
-        for stage in range(POSTS + 1):  # one more as a helper
+        for stage in range(POSTS):
             await scene.reports._member(member(OTHER, stage=stage))
         for _ in range(2):
             with pytest.raises(Refused, match=f"one peer serves {POSTS} stages at most"):
-                await scene.reports._member(member(OTHER, stage=POSTS + 1))
+                await scene.reports._member(member(OTHER, stage=POSTS))
         await scene.reports._member(member(OTHER, stage=0))  # what it has, it keeps
         await scene.reports._leave(Incoming(OTHER.peer_id, Leave(RUN, 0), (), 60.0))
-        await scene.reports._member(member(OTHER, stage=POSTS + 1))
+        await scene.reports._member(member(OTHER, stage=POSTS))
         await scene.reports._member(member(THIRD, stage=0))
-        assert len(scene.driver.heard) == POSTS + 2
+        assert len(scene.driver.heard) == POSTS + 1
+
+
+async def test_one_identity_helps_one_stage_beside_those_that_it_serves(autojump_clock: MockClock) -> None:
+    async with running(stages=6) as scene:
+        for stage in range(POSTS):
+            await scene.reports._member(member(OTHER, stage=stage))
+        for stage in range(POSTS, 6):  # each ends the help before
+            await scene.reports._member(helper(OTHER, stage))
+            assert served_and_helped(scene) == ([0, 1], [stage])
+        with pytest.raises(Refused, match=f"one peer serves {POSTS} stages at most"):
+            await scene.reports._member(member(OTHER, stage=5))  # what it helped it does not serve besides
+        await scene.reports._member(helper(OTHER, 0))  # a post that served helps now, and is no member any more
+        assert served_and_helped(scene) == ([1], [0])
+        await scene.reports._member(member(OTHER, stage=0, line=None))
+        assert served_and_helped(scene) == ([0, 1], [])
+
+
+def helper(by: Keypair, stage: int) -> Incoming[MemberSync]:
+    return member(by, stage=stage, session=stage, held=None, line=LineInfo("aux", 1e6, 1e6))
+
+
+def served_and_helped(scene: Scene) -> tuple[list[int], list[int]]:
+    """The stages that the conductor lists as served and as helped, by anybody."""
+    assert scene.driver.machine is not None
+    roster = scene.driver.machine.roster
+    return [entry.stage for _, entry in sorted(roster.entries.items())], [m.stage for m in roster.lines.helpers()]
 
 
 async def test_only_a_peer_that_conducts_says_so(autojump_clock: MockClock) -> None:

@@ -14,8 +14,10 @@ from peerd.core import limits
 from peerd.core.addr import parse_addr, tcp_addr
 from peerd.core.errors import RemoteError, Unreachable
 from peerd.core.protobuf.holepunch import DCUTR, HolePunch, PunchKind
+from peerd.core.protobuf.identity import Identify
 from peerd.machine.connectivity.hole_punch import FIRST_PAUSE_S
 from peerd.machine.connectivity.path_selection import Way
+from peerd.net.host.identify import IDENTIFY_PUSH, send_identify
 from peerd.net.link.delimited import receive_message, send_message
 from peerd.net.link.stream import Stream
 from tests.worlds.network.homes import Neighbourhood, Peer, neighbourhood
@@ -63,6 +65,25 @@ async def test_whoever_the_other_seems_to_be_a_crossing_ends_in_one_connection(
         await trio.sleep(10)
         assert a.host.traffic().peers[b.host.id].way == b.host.traffic().peers[a.host.id].way == "punched"
         assert await ask(a.host, b.host, b"there") == b"there"
+
+
+async def test_a_relay_that_pushes_no_observed_address_still_lets_its_peers_meet(autojump_clock: Clock) -> None:
+    async with neighbourhood() as around:
+        relay = around.relay.host
+        a, b = [await around.start(name, "port-restricted") for name in "ab"]
+        for peer in (a, b):
+            await around.settle(peer)
+            push = await relay.open_stream(peer.host.id, IDENTIFY_PUSH)  # as js-libp2p does
+            await send_identify(
+                push, Identify(protocols=(*relay.protocols(), "/new/1"), agent_version="js-libp2p/3.1.0")
+            )
+        await trio.sleep(1)
+        info = a.host.info(relay.id)
+        assert info is not None
+        assert "/new/1" in info.protocols
+        await around.meet(a, b)
+        await trio.sleep(10)
+        assert a.host.traffic().peers[b.host.id].way == b.host.traffic().peers[a.host.id].way == "punched"
 
 
 async def test_a_pair_that_cannot_be_punched_rests_and_tries_again_when_an_address_is_new(
