@@ -162,15 +162,16 @@ class ExpertLineages:
         """Claims that were made or renewed since the owner came: one that only has not expired yet says nothing."""
         if known.stale is None:
             known.stale = {reign: claim.until for reign, claim in tree.claims.items()}
-        return [reign for reign, claim in tree.claims.items() if known.stale.get(reign) != claim.until]
+        return [r for r, claim in tree.claims.items() if claim.until > known.stale.get(r, float("-inf"))]
 
     def _lives(self, now: float, known: _Known, tree: OwnerTree) -> bool:
         """Note whether an owner has renewed its claim; False if another host may have followed it."""
         claim = tree.claims.get(known.reign)
         until = claim.until if claim is not None else None
-        if until != known.until:
-            known.until, known.since = until, now
-            known.renewed_at = now if until is not None else known.renewed_at
+        if until is not None and (known.until is None or until > known.until):
+            known.until, known.since, known.renewed_at = until, now, now
+        elif until is None and known.until is not None:
+            known.until, known.since = None, now
         return now < known.since + self._announce_s * (_UNCLAIMED if until is None else _RENEWED)
 
     def _follow(self, now: float, uid: Uid, tree: OwnerTree, size_bytes: int) -> bool:
