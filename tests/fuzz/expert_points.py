@@ -95,7 +95,7 @@ _ROOM = HolderOffer(
 _ME = WHO.identity.peer_id.public_key
 _FIRST = _pointer(A, 0, 3, STATES[1])
 _FORGED = msgspec.structs.replace(_FIRST, owner=bytes(range(32)), signature=bytes(64))
-_CHAINS = [  # of a stranger: through itself, from what it handed to itself, from what others never signed, and in a ring
+_CHAINS = [  # of a stranger: through itself, handed to itself, from what nobody signed, and from no state of the former
     [_after(_FIRST), _FIRST],
     [_after(_after(_FIRST)), _after(_FIRST), _FIRST],
     [_after(msgspec.structs.replace(_FIRST, heir=_ME).signed(WHO.identity), 9)],
