@@ -26,9 +26,9 @@ import typer
 from msgspec import structs
 
 from peerd.commands import evaluate, export, generate, token
-from peerd.commands.guest_options import DownloadMbit, HoursOfDay, MemoryGb, Nice, Threads, Trust, UploadMbit
+from peerd.commands.guest_options import DiskGb, DownloadMbit, HoursOfDay, MemoryGb, Nice, Threads, Trust, UploadMbit
 from peerd.commands.plan import plan
-from peerd.control.guest import GuestFlags, obey, settled
+from peerd.control.guest import GuestFlags, JoinWish, obey, settled
 from peerd.core.errors import ConfigError, PeerdError, missing_package
 from peerd.core.run.runfile import LimitsSection
 from peerd.core.version import VERSION
@@ -119,6 +119,7 @@ def join(
     threads: Threads = None,
     nice: Nice = None,
     memory_gb: MemoryGb = None,
+    disk_gb: DiskGb = None,
     hours: HoursOfDay = None,
     trust: Trust = None,
     seed: Seed = None,
@@ -133,6 +134,7 @@ def join(
     allow_code: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="With LINK: code that the run may use. Repeatable.")
     ] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="With LINK: the run's tokenizer.")] = None,
 ) -> None:
     """Join a swarm in one or more roles: by a backbone's line, or with a run file."""
     guest = GuestFlags(
@@ -143,19 +145,21 @@ def join(
         memory_gb=memory_gb,
         hours=hours,
         trust=trust,
+        disk_gb=disk_gb,
     )
     flags = Flags(role or [], model, bootstrap, listen, data_dir, device, seed, log_level, alone, guest)
-    given = (yes or None, data, token, allow_code)
+    wish = JoinWish(yes, data, token, tuple(allow_code or ()), tokenizer)
     if link is not None:
-        flags = _by_link(link, flags, given)
+        flags = _by_link(link, flags, wish)
     elif not role:
         raise ConfigError("say what to join: a line such as peerd://HOST:PORT/PEER/RUN, or --role ROLE --model FILE")
-    elif any(given):
-        raise ConfigError("--yes, --data, --token and --allow-code go with a line peerd://...; else see the run file")
+    elif wish != JoinWish():
+        names = "--yes, --data, --token, --allow-code and --tokenizer"
+        raise ConfigError(f"{names} go with a line peerd://...; else see the run file")
     _start(flags)
 
 
-def _by_link(text: str, flags: Flags, given: tuple[bool | None, str | None, str | None, list[str] | None]) -> Flags:
+def _by_link(text: str, flags: Flags, wish: JoinWish) -> Flags:
     """Flags as if the run file of the line had been given."""
     from peerd.commands import joining
     from peerd.core.messages.run_link import JoinLink
@@ -166,18 +170,14 @@ def _by_link(text: str, flags: Flags, given: tuple[bool | None, str | None, str 
     link = JoinLink.parse(text)
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, _stop_early)
-    yes, data, token, allow_code = given
-    wish = joining.JoinWish(bool(yes), data, token, tuple(allow_code or ()))
-    tree = joining.fetch(link)
-    roles = flags.roles or joining.default_roles(tree)
-    joining.check_local(tree, roles, wish)
+    offered = joining.fetch(link)
+    roles = flags.roles or joining.default_roles(offered)
+    run = joining.accept(offered, link, roles, wish)
     place = flags.data_dir or run_data_dir(link.run, roles)
-    file = joining.agree(tree, link, place, wish)
+    file = joining.agree(run, link, place, wish)
     if not flags.roles:
         typer.echo(f"peerd: joins as {roles[0]}, which this run needs; another with --role", err=True)
-    return replace(
-        flags, roles=roles, file=file, bootstrap=flags.bootstrap or [str(link.addr)], data_dir=place, data=data
-    )
+    return replace(flags, roles=roles, file=file, bootstrap=flags.bootstrap or [str(link.addr)], data_dir=place)
 
 
 @app.command()
@@ -311,7 +311,6 @@ class Flags:
     log_level: str
     alone: bool = False
     guest: GuestFlags = field(default_factory=GuestFlags)
-    data: str | None = None  # in place of the run file's data.path
 
 
 def _start(flags: Flags) -> None:
@@ -327,8 +326,6 @@ def _start(flags: Flags) -> None:
     classes = _roles(flags.roles, run)
     limits = settled(limits, [cls.name for cls in classes])
     run = structs.replace(run, limits=limits) if run is not None else None
-    if run is not None and flags.data is not None:
-        run = structs.replace(run, data=structs.replace(run.data, path=flags.data))
     obey(limits)  # before torch or the loop start threads, which inherit it
     if loaded is not None:
         _tell_of_files(loaded, any(cls.needs_run for cls in classes))

@@ -7,16 +7,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from peerd.contents import not_compared, unknown, with_digests
+from peerd.contents import changed_code, not_compared, unknown, with_digests
 from peerd.core.addr import parse_addr
 from peerd.core.errors import ConfigError
 from peerd.core.run.check import check
 from peerd.core.run.runfile import RunFile
 from peerd.typed_yaml import KeyPath, YamlFaults, YamlKind, dotted, parse_yaml, parts_of, typed_section
 
-_RUN_FILE = YamlKind("run file", "`run: NAME`", RunFile)
+RUN_FILE: Final = YamlKind("run file", "`run: NAME`", RunFile)
 
 # Keys whose rules look at the values of others.
 _LOOKS_AT = {
@@ -53,7 +53,7 @@ class LoadedRun:
 
 def load_run(path: Path) -> LoadedRun:
     """Read, type and check a run file. Raises ConfigError that names every mistake."""
-    tree, faults = parse_yaml(path, _RUN_FILE)
+    tree, faults = parse_yaml(path, RUN_FILE)
     run = typed_section(RunFile, tree, (), faults)
     for place in ("bootstrap", "listen"):
         given = tree.get(place)
@@ -62,7 +62,7 @@ def load_run(path: Path) -> LoadedRun:
                 parse_addr(str(text))
             except ConfigError as error:
                 faults.add((place, index), f": {error}")
-    for name, message in check(run):
+    for name, message in [*check(run), *changed_code(run)]:
         if not _follows(parts_of(name), faults.broken):
             faults.add(parts_of(name), message)
     if faults.found:

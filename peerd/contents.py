@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import RunFile, sources_of
+from peerd.core.run.runfile import AllowedCode, RunFile, sources_of
 
 _FILES: Final = 256  # of one function's source
 _COMMON: Final = sys.stdlib_module_names | {"torch", "numpy", "peerd"}  # not worth a word
@@ -96,6 +96,32 @@ def with_digests(run: RunFile) -> RunFile:
         block = _checked("experts.block_digest", experts.block, experts.block_digest)
         experts = msgspec.structs.replace(experts, block_digest=block)
     return msgspec.structs.replace(run, model=model, experts=experts)
+
+
+def allowed_code(file: str) -> AllowedCode:
+    """A Python file that the user allows, as it is now; ConfigError if it is not here."""
+    source = source_of(f"{file}:") if file.endswith(".py") and Path(file).is_file() else None
+    if source is None:
+        raise ConfigError(f"--allow-code {file}: there is no such Python file here (looked from {Path.cwd()})")
+    return AllowedCode(path=file, digest=source.digest)
+
+
+def changed_code(run: RunFile) -> list[tuple[str, str]]:
+    """Faults of a run file that came by a line: files that the user allowed, and that are gone or others by now.
+
+    Without this look the program would find an installed module of that name.
+    """
+    code = run.line.code if run.line is not None else []
+    return [(f"line.code[{n}].path", fault) for n, one in enumerate(code) if (fault := code_fault(one)) is not None]
+
+
+def code_fault(allowed: AllowedCode) -> str | None:
+    """Why a file is not the one that the user allowed, or None if it is."""
+    source = source_of(f"{allowed.path}:") if Path(allowed.path).is_file() else None
+    if source is not None and source.digest == allowed.digest:
+        return None
+    what = "is not in this folder" if source is None else "is another file than the one that was allowed"
+    return f"is {allowed.path!r:.200}, which {what}; join by the line again, with --allow-code"
 
 
 def _checked(key: str, text: str, told: str) -> str:

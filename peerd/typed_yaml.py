@@ -1,7 +1,7 @@
 """YAML files into typed sections: every mistake at once, each with its line, its key, what was found, what is allowed.
 
-Reads only what the user wrote on this machine; nothing from the network comes here. Numbers follow YAML 1.2, so
-that `1e-3` is a number. A key given twice is a mistake, not a choice of the later one. The file is bounded, and so
+Reads files of this machine: what the user wrote, and what `to_yaml` wrote of checked values. Numbers follow YAML 1.2,
+so that `1e-3` is a number. A key given twice is a mistake, not a choice of the later one. The file is bounded, and so
 is what its aliases may expand to.
 """
 
@@ -82,6 +82,19 @@ _Loader.add_implicit_resolver(
     ),
     list("-+0123456789."),
 )
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper; puts a text in quotes exactly if `_Loader` would read it as something else."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def to_yaml(tree: dict[str, Any]) -> str:
+    """Plain values as YAML, from which `parse_yaml` reads the same values."""
+    text: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=False)
+    return text
 
 
 def dotted(path: KeyPath) -> str:

@@ -17,7 +17,7 @@ import trio
 
 from peerd.core.errors import ConfigError, RemoteError, missing_package
 from peerd.core.messages.progress import pause_s
-from peerd.core.messages.run_link import DOMAIN, RunFileTold, best_link, shared_file, shared_tree
+from peerd.core.messages.run_link import DOMAIN, RunFileTold, best_link, shared_file, shared_run
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import RunFile
 from peerd.core.work import Worker
@@ -141,7 +141,7 @@ class BackboneRole:
         path = self._ctx.data_dir.parent / SIGNATURE_FILE
         try:
             signature = bytes.fromhex(path.read_text("ascii").strip())
-            shared_tree(RunFileTold(self._file, signature), run.run)
+            shared_run(RunFileTold(self._file, signature), run.run)
         except (OSError, ValueError, RemoteError) as error:
             advice = f"`peerd token sign RUN_FILE` on its machine makes one: save it as {path}"
             why = f"no signature of the organizer for this run file ({error}); {advice}"

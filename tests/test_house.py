@@ -54,8 +54,8 @@ FLAGS = {
     "join": {
         *("--role", "--model", "--config", "--bootstrap", "--listen", "--data-dir", "--device", "--seed"),
         *("--log-level", "--help", "--alone"),
-        *("link", "--yes", "--data", "--token", "--allow-code"),
-        *("--upload-mbit", "--download-mbit", "--threads", "--nice", "--memory-gb", "--hours", "--trust"),
+        *("link", "--yes", "--data", "--token", "--allow-code", "--tokenizer", "--disk-gb", "--trust"),
+        *("--upload-mbit", "--download-mbit", "--threads", "--nice", "--memory-gb", "--hours"),
     },
     "status": {"--swarm", "--watch", "--json", "--metrics", "--data-dir", "--help"},
     "demo": {"--kind", "--steps", "--data", "--calm", "--json", "--data-dir", "--help"},

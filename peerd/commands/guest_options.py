@@ -12,4 +12,5 @@ Threads = Annotated[int | None, typer.Option(metavar="N", help="Keep no more pro
 Nice = Annotated[int | None, typer.Option(metavar="0-19", help="Priority: 19 after all other programs. [default: 10]")]
 MemoryGb = Annotated[float | None, typer.Option(metavar="GB", help="Take no stage that needs more memory.")]
 Trust = Annotated[list[str] | None, typer.Option(metavar="PEER", help="Take its word on the run's step. Repeatable.")]
+DiskGb = Annotated[float | None, typer.Option(metavar="GB", help="Keep no more checkpoints than fit.")]
 HoursOfDay = Annotated[str | None, typer.Option("--hours", metavar="HH:MM-HH:MM", help="When it takes part.")]

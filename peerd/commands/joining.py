@@ -1,7 +1,9 @@
-"""Joining by one line: fetch the run file, show it, ask, and keep it in the data directory.
+"""Joining by one line: fetch the run file, check it, show it, ask, and keep it in the data directory.
 
-The network never names code that runs here, nor files of this machine that are read: each takes a flag of the
-volunteer's. What was agreed to is kept as run.yaml; another one later is shown as the difference, and asked about anew.
+The network never names code that runs here, nor files or private addresses that are read: each takes a flag of the
+volunteer's. What arrives becomes a typed run file first; that value is checked, shown, and written as run.yaml, and the
+program reads nothing else. Its section `line` says where it came from, so that every later reader checks it alike.
+Another run file later is shown as the difference, and asked about anew.
 """
 
 from __future__ import annotations
@@ -9,42 +11,40 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import trio
 import typer
-import yaml
+from msgspec import structs
 
-from peerd.core.errors import ConfigError, PeerdError, RemoteError
+from peerd.config import RUN_FILE
+from peerd.contents import allowed_code, with_digests
+from peerd.control.guest import JoinWish
+from peerd.core.errors import ConfigError, PeerdError, ProtocolViolation, RemoteError
+from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.messages.run_link import JoinLink, RunFileTold, is_local, shared_tree
-from peerd.core.messages.token import Token, from_text
+from peerd.core.messages.run_link import JoinLink, RunFileTold, is_local, plain_tree, shared_run
+from peerd.core.messages.token import Token, from_text, signed_by
+from peerd.core.run.check import check
+from peerd.core.run.check_line import function_file
+from peerd.core.run.runfile import LineSection, RunFile, sources_of
 from peerd.home import make_private_dir, write_atomically
 from peerd.log import clean
 from peerd.net.clock import RealClock
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.peer_stack import peer_stack
 from peerd.service.run_offer import fetch_file
+from peerd.typed_yaml import parse_yaml, to_yaml
 
 FILE: Final = "run.yaml"
 TOKEN_FILE: Final = "access.token"
 FETCH_S: Final = 15.0
+_FAULTS: Final = 5  # that one message lists
 
 
-@dataclass(frozen=True, slots=True)
-class JoinWish:
-    """The volunteer's options beside the line."""
-
-    yes: bool = False
-    data: str | None = None
-    token: str | None = None
-    allow_code: tuple[str, ...] = ()
-
-
-def fetch(link: JoinLink) -> dict[str, Any]:
-    """The run file's tree from the backbone; PeerdError when there is none to be had, or it may not be used."""
+def fetch(link: JoinLink) -> RunFile:
+    """The published run file from the backbone; PeerdError if there is none, ConfigError if it may not be used."""
 
     async def ask() -> RunFileTold:
         clock = RealClock()
@@ -52,64 +52,106 @@ def fetch(link: JoinLink) -> dict[str, Any]:
         return await fetch_file(stack, link, FETCH_S)
 
     try:
-        return shared_tree(trio.run(ask), link.run)
+        told = trio.run(ask)
     except* (RemoteError, trio.TooSlowError) as group:
         first: BaseException = group
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
         why = clean(str(first)) or f"no answer within {FETCH_S:.0f} s"
         raise PeerdError(f"no run file from the backbone {link.host}:{link.port}: {why}") from None
+    try:
+        return shared_run(told, link.run)
+    except ProtocolViolation as error:
+        raise ConfigError(f"the backbone {link.host}:{link.port} cannot be joined: {clean(str(error))}") from None
 
 
-def default_roles(tree: dict[str, Any]) -> list[str]:
+def default_roles(run: RunFile) -> list[str]:
     """The role that a run needs most: hosts of experts, stages of a pipeline, else replicas."""
-    if _part(tree, "experts"):
+    if run.experts is not None:
         return ["expert"]
-    return ["trainer"] if _part(tree, "pipeline").get("stages", 1) == 1 else ["stage"]
+    return ["trainer"] if run.pipeline.stages == 1 else ["stage"]
 
 
-def check_local(tree: dict[str, Any], roles: list[str], wish: JoinWish) -> None:
-    """Refuse code, and files of this machine, that the volunteer has not named; ConfigError says what to type."""
-    model, data = _part(tree, "model"), _part(tree, "data")
-    given = data.get("sources")
-    sources = [one for one in (given if isinstance(given, list) else [data]) if isinstance(one, dict)]
-    code = [("model.kind", str(model.get("kind", "gpt")))]
-    if ":" in (block := str(_part(tree, "experts").get("block", ""))):
-        code.append(("experts.block", block))
-    code += [("data.path", str(one.get("path", ""))) for one in sources if one.get("kind") == "dataset"]
-    for key, name in code:
-        file = name.partition(":")[0]
-        file = file if file.endswith(".py") else file.replace(".", "/") + ".py"
-        if name != "gpt" and not (file in wish.allow_code and Path(file).is_file()):
-            name, file = clean(name), clean(file)
-            raise ConfigError(
-                f"the run needs code of your own: {key} is {name}, and code never comes over the network; get {file} "
-                f"from somebody whom you trust, read it, lay it into this folder, and add --allow-code {file}"
-            )
-    vocab = str(model.get("vocab", "bytes"))
-    if vocab != "bytes" and (vocab in ("", "..") or set(vocab) & set("/\\:") or not Path(vocab).is_file()):
-        raise ConfigError(f"the run needs its tokenizer: lay the organizer's {clean(vocab)} into this folder")
-    local = [one for one in sources if one.get("kind") != "dataset" and is_local(str(one.get("path", "stdlib")))]
-    if local and "trainer" in roles and (wish.data is None or len(sources) > 1):
-        path = clean(str(local[0]["path"]))
-        if len(sources) > 1:
-            raise ConfigError(f"the run trains on several sources, {path} among them: write a run file, for --model")
-        raise ConfigError(f"the run trains on files ({path}): say where yours are, --data PATH")
+def accept(run: RunFile, link: JoinLink, roles: list[str], wish: JoinWish) -> RunFile:
+    """The run file that will be used: the published one, with what the user allowed. ConfigError says what to type."""
+    run = _with_data(run, roles, wish)
+    if wish.tokenizer is not None and run.model.vocab != "bytes":
+        run = structs.replace(run, model=structs.replace(run.model, vocab=wish.tokenizer))
+    named = {function_file(name) for name in _functions(run)}
+    code = [allowed_code(file) for file in dict.fromkeys(wish.allow_code) if file in named]
+    line = LineSection(link=link.text, data=wish.data or "", tokenizer=wish.tokenizer or "", code=code)
+    run = structs.replace(run, line=line)
+    faults = [f"{key} {message}" for key, message in check(run)]
+    if faults:
+        more = f" (and {len(faults) - _FAULTS} more)" if len(faults) > _FAULTS else ""
+        raise ConfigError(f"the run file of {clean(link.run)}: {'; '.join(faults[:_FAULTS])}{more}")
+    return with_digests(run)
 
 
-def _part(tree: dict[str, Any], name: str) -> dict[str, Any]:
-    """A section; empty where it is none, which the check of the whole file names."""
-    found = tree.get(name)
-    return found if isinstance(found, dict) else {}
+def _with_data(run: RunFile, roles: list[str], wish: JoinWish) -> RunFile:
+    """The run file with the user's own text; without any, a path of the publisher's files is left empty."""
+    data, sources = run.data, [source for _, source in sources_of(run.data)]
+    foreign = [source.path for source in sources if source.kind != "dataset" and is_local(source.path)]
+    if len(sources) > 1 and (wish.data is not None or (foreign and "trainer" in roles)):
+        raise ConfigError("data.sources has several sources with files of their own: write a run file, for --model")
+    if wish.data is None and foreign and "trainer" in roles:
+        raise ConfigError(f"data.path is {foreign[0]!r:.200}: the run trains on files; add --data PATH with yours")
+    if wish.data is None and not foreign:
+        return run
+    path = wish.data or ""
+    if not data.sources:
+        return structs.replace(run, data=structs.replace(data, path=path))
+    kept = [structs.replace(one, path=path) if path or one.path in foreign else one for one in sources]
+    return structs.replace(run, data=structs.replace(data, sources=kept))
 
 
-def agree(tree: dict[str, Any], link: JoinLink, place: Path, wish: JoinWish) -> Path:
+def _functions(run: RunFile) -> list[str]:
+    """Functions that a run file names, each as `module:function`."""
+    named = [run.model.kind, *([run.experts.block] if run.experts is not None else [])]
+    named += [source.path for _, source in sources_of(run.data) if source.kind == "dataset"]
+    return [name for name in named if ":" in name]
+
+
+def check_organizer(run: RunFile, place: Path, wish: JoinWish) -> None:
+    """Refuse a run file that is not signed by the organizer of the user's token, or of the run as it was joined before.
+
+    A signature is asked for only where a run file names an organizer: without this check a backbone could leave
+    both out.
+    """
+    organizer, before = run.access.organizer, _organizer_before(place / FILE)
+    if before and organizer != before:
+        raise ConfigError(
+            f"access.organizer is {organizer or 'empty'}; allowed: {before}, who signed this run file when it was "
+            f"joined before (to join another run of this name, remove {place / FILE})"
+        )
+    token = _token_of(place / TOKEN_FILE, wish)
+    if token is None:
+        return
+    if not organizer:
+        raise ConfigError(
+            "access.organizer is missing, and nobody signed the run file; allowed with a token (--token): a run file "
+            "that is signed by the organizer who issued it"
+        )
+    if not signed_by(PeerId.parse(organizer), Token, token):
+        raise ConfigError(f"access.organizer is {organizer}; allowed with your token: the organizer who issued it")
+
+
+def _organizer_before(file: Path) -> str:
+    """The organizer that the kept run file names; empty without one."""
+    if not file.exists():
+        return ""
+    access = parse_yaml(file, RUN_FILE)[0].get("access")
+    return str(access.get("organizer") or "") if isinstance(access, dict) else ""
+
+
+def agree(run: RunFile, link: JoinLink, place: Path, wish: JoinWish) -> Path:
     """Show the run and ask, unless it was agreed to before; the file in which it is kept."""
     file = make_private_dir(place) / FILE
-    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=False)
+    check_organizer(run, place, wish)
+    text = to_yaml(plain_tree(run))
     known = file.read_text("utf-8") if file.exists() else None
     if known != text:
-        typer.echo(_told(tree, link) if known is None else f"the run file of {link.run} has changed:", err=True)
+        typer.echo(_told(run, link) if known is None else f"the run file of {link.run} has changed:", err=True)
         lines = text.splitlines()
         shown = (
             lines
@@ -125,8 +167,8 @@ def agree(tree: dict[str, Any], link: JoinLink, place: Path, wish: JoinWish) -> 
     return file
 
 
-def _told(tree: dict[str, Any], link: JoinLink) -> str:
-    organizer = _part(tree, "access").get("organizer")
+def _told(run: RunFile, link: JoinLink) -> str:
+    organizer = run.access.organizer
     signed = f"signed by its organizer {organizer}" if organizer else "signed by nobody: it is the backbone's word"
     return f"run {link.run}, from {link.host}:{link.port} ({link.peer}), {signed}:"
 
@@ -138,8 +180,20 @@ def _ask() -> None:
         raise PeerdError("not joined")
 
 
-def _keep_token(given: str, path: Path) -> None:
-    """Save a token, given as text or as a file, for its peer."""
+def _token_of(kept: Path, wish: JoinWish) -> bytes | None:
+    """The user's token, sealed: the one that was given, else the one that is kept from before."""
+    if wish.token is not None:
+        return from_text(Token, _token_text(wish.token))
+    try:
+        return from_text(Token, kept.read_text("ascii"))
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError, RemoteError) as error:
+        raise ConfigError(f"{kept}: no token: {error}; give it with --token") from error
+
+
+def _token_text(given: str) -> str:
+    """A token as text, which is given itself or as a file."""
     text = given
     try:
         if not given.startswith("peerd-token-"):
@@ -147,5 +201,10 @@ def _keep_token(given: str, path: Path) -> None:
         from_text(Token, text)
     except (OSError, UnicodeDecodeError, RemoteError) as error:
         raise ConfigError(f"--token: neither a token nor a file with one: {error}") from error
-    write_atomically(path, text.strip().encode() + b"\n")
+    return text
+
+
+def _keep_token(given: str, path: Path) -> None:
+    """Save a token, given as text or as a file, for its peer."""
+    write_atomically(path, _token_text(given).strip().encode() + b"\n")
     os.chmod(path, 0o600)

@@ -51,9 +51,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Checkpoints:
     """The checkpoints of one stage of one run in one folder; the newest `keep` stay. Several processes may read."""
 
-    def __init__(self, folder: Path, keep: int, fingerprint: bytes, stage: int) -> None:
-        """Touches nothing on disk; `clean` and `save` are for the one process that writes."""
+    def __init__(self, folder: Path, keep: int, fingerprint: bytes, stage: int, most_bytes: int | None = None) -> None:
+        """Touches nothing on disk; `clean` and `save` are for the one process that writes.
+
+        `most_bytes`: for the tensors of all stages of the run, in the folders beside this one; None: no limit.
+        """
         self.folder = folder
+        self._most_bytes = most_bytes
         self._keep = max(1, keep)
         self._held: set[int] = set()  # steps that stay, and do not count
         self._fingerprint = fingerprint.hex()
@@ -75,6 +79,7 @@ class Checkpoints:
 
     def save(self, step: int, state: Mapping[str, Tensor], extra: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint, replacing one of the same step, and prune; gives the manifest's path."""
+        self._make_room(step, sum(tensor.nbytes for tensor in state.values()))
         with _disk(self.folder, writes=True):
             self.folder.mkdir(parents=True, exist_ok=True)
             digest = state_digest(state)
@@ -144,6 +149,31 @@ class Checkpoints:
     def clean(self) -> None:
         """Remove what a crash left behind; call it once at the start, before the first `save`."""
         self._prune()
+
+    def _make_room(self, step: int, nbytes: int) -> None:
+        """Remove the oldest checkpoints, except the newest, until `nbytes` more are within the limit; ConfigError where
+        that is too few: without the newest a crash while this one is written would leave none.
+        """
+        if self._most_bytes is None:
+            return
+        with _disk(self.folder):
+            sizes = {file: file.stat().st_size for file in self.folder.parent.glob("stage-*/*.safetensors")}
+        total, most = sum(sizes.values()) + nbytes, self._most_bytes
+        others = [other for other in self.steps() if other not in self._held and other != step]
+        mine = sorted(others, key=lambda other: (other <= step, other))[:-1]  # as `_prune`
+        freed = {other: (self.folder / manifest.tensors) for other in mine if (manifest := self._mine(other))}
+        if total - sum(sizes.get(file, 0) for file in freed.values()) > most:
+            raise ConfigError(
+                f"a checkpoint takes {nbytes / 1e9:.2g} GB beside the one before; limits.disk_gb (--disk-gb) allows "
+                f"{most / 1e9:g} GB below {self.folder.parent}: allow more, or remove folders of stages that this peer "
+                "serves no more"
+            )
+        for other in mine:
+            if total <= most:
+                return
+            if other in freed:
+                total -= sizes.get(freed[other], 0)
+                self.remove(other)
 
     def _prune(self, written: int = LAST_STEP) -> None:
         """Keep the newest checkpoints and the tensors they name; leave alone whatever is not surely ours.

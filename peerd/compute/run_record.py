@@ -1,9 +1,10 @@
 """A run's settings beside its checkpoints, so that these can be read without the run file: `run.json`, and a copy of
 the tokenizer where the run has one.
 
-Holds what the peers of a run share, except where this peer has its text; nothing of its own (addresses, limits,
-tokens). The fingerprint in it says of which checkpoints it is. Written whole or not at all, before the first
-checkpoint. Reading checks it like a run file; what is wrong is a ConfigError that names the file.
+Holds what the peers of a run share, except where this peer has its text; of its own only what its user allowed a run
+that came by a line (`LineSection`), no addresses, limits or tokens. The fingerprint in it says of which checkpoints it
+is. Written whole or not at all, before the first checkpoint. Reading checks it like a run file; what is wrong is a
+ConfigError that names the file.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def run_of(settings: dict[str, Any], where: str) -> RunFile:
 
 def write_record(folder: Path, run: RunFile, fingerprint: bytes) -> None:
     """Put the settings of `run` into the folder that holds its stages' checkpoints; raises OSError."""
-    record = _Record(_FORMAT, fingerprint.hex(), settings_of(run))
+    allowed = {} if run.line is None else {"line": msgspec.to_builtins(run.line)}
+    record = _Record(_FORMAT, fingerprint.hex(), settings_of(run) | allowed)
     folder.mkdir(parents=True, exist_ok=True)
     if run.model.vocab != "bytes":
         _replace(folder / TOKENIZER, Path(run.model.vocab).read_bytes())
@@ -78,7 +80,9 @@ def read_record(folder: Path) -> tuple[str, RunFile]:
         raise ConfigError(f"{path} has format {found.format}; this peerd reads format {_FORMAT}")
     run = run_of(found.settings, str(path))
     if run.model.vocab != "bytes":
-        run = msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, vocab=str(folder / TOKENIZER)))
+        copy = str(folder / TOKENIZER)
+        line = run.line and msgspec.structs.replace(run.line, tokenizer=copy)
+        run = msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, vocab=copy), line=line)
     return found.fingerprint, run
 
 

@@ -1,7 +1,8 @@
 """Functions of the user's own that a run file names as `module:function`: models and sources of data.
 
-The module is a Python file below the working directory, or one that is installed. It is code that this machine's
-user put there: nothing that comes over the network ever reaches this file.
+The module is a Python file below the working directory, or, for a run file of the user's own, one that is installed.
+It is code that this machine's user put there. A run file that came by a line names only files that the user allowed:
+`core.run.check_line` sees to that before anything comes here, and `find_function` looks again.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from types import ModuleType
 
 import torch
 
-from peerd.contents import local_file
+from peerd.contents import code_fault, local_file
 from peerd.core.errors import ConfigError
+from peerd.core.run.check_line import function_file
+from peerd.core.run.runfile import LineSection
 from peerd.local_code import guarded, imported, look_here
 
 _DRAWING = threading.RLock()
@@ -34,11 +37,16 @@ def torchs_random_numbers(seed: int | None = None) -> Iterator[None]:
         yield
 
 
-def find_function(text: str, key: str, otherwise: str = "") -> Callable[..., object]:
-    """The function that `text` names; `key` is the run file's, `otherwise` what else it may be, for ConfigErrors."""
+def find_function(text: str, key: str, otherwise: str = "", line: LineSection | None = None) -> Callable[..., object]:
+    """The function that `text` names; `key` is the run file's, `otherwise` what else it may be, for ConfigErrors.
+
+    `line`: of a run file that came by a line; the function must be in a file that the user allowed then.
+    """
     module_name, colon, attribute = text.partition(":")
     if not colon or not module_name or not attribute:
         raise ConfigError(f"{key} is {text!r}; allowed: {otherwise}module:function of a local Python file")
+    if line is not None:
+        _demand_allowed(text, key, line)
     function = getattr(_module(module_name, f"{key} {text}"), attribute, None)
     if not callable(function):
         raise ConfigError(f"{key} {text}: {module_name} has no function {attribute}")
@@ -59,6 +67,13 @@ def _module(name: str, where: str) -> ModuleType:
     if not _is_installed(name.partition(".")[0]):
         raise ConfigError(f"{where}: there is no file {file} here and no module {name} (looked from {Path.cwd()})")
     return imported(name, where)
+
+
+def _demand_allowed(text: str, key: str, line: LineSection) -> None:
+    allowed = next((one for one in line.code if one.path == function_file(text)), None)
+    fault = "is code that was not allowed when the run was joined" if allowed is None else code_fault(allowed)
+    if fault is not None:
+        raise ConfigError(f"{key} {text}: {fault}")
 
 
 def _is_installed(package: str) -> bool:

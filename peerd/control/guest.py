@@ -39,6 +39,7 @@ class GuestFlags:
     memory_gb: float | None = None
     hours: str | None = None
     trust: list[str] | None = None
+    disk_gb: float | None = None
 
     def over(self, limits: LimitsSection) -> LimitsSection:
         """`limits` with the flags in their place; ConfigError names the first flag that makes no sense."""
@@ -46,6 +47,17 @@ class GuestFlags:
         for key, message in limits_faults(structs.replace(LimitsSection(), **given)):
             raise ConfigError(f"--{key.replace('_', '-')} {message}")
         return structs.replace(limits, **given)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinWish:
+    """What the user gives beside a line `peerd://...`: only this may name code and files of this machine."""
+
+    yes: bool = False
+    data: str | None = None
+    token: str | None = None
+    allow_code: tuple[str, ...] = ()
+    tokenizer: str | None = None
 
 
 def settled(limits: LimitsSection, roles: list[str]) -> LimitsSection:

@@ -49,6 +49,25 @@ def test_the_newest_are_kept_and_their_files_alone(tmp_path: Path) -> None:
     assert mine.load(15)[0]["param/a"][0, 0] == 15
 
 
+def test_a_bound_of_disk_holds_for_all_stages_and_spares_the_newest(tmp_path: Path) -> None:
+    one = sum(tensor.nbytes for tensor in state().values())
+    first, second = (
+        Checkpoints(tmp_path / f"stage-{stage}", 10, b"run", stage, most_bytes=8 * one + 4096) for stage in (0, 1)
+    )
+    for step in range(1, 20):
+        first.save(step, state(step))
+    most = len(first.steps())
+    assert first.steps() == list(range(20 - most, 20))
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) <= 8 * one + 8192
+    small = Checkpoints(tmp_path / "stage-1", 10, b"run", 1, most_bytes=one)
+    with pytest.raises(ConfigError, match=r"limits\.disk_gb \(--disk-gb\) allows .* remove folders of stages"):
+        small.save(1, state())
+    with pytest.raises(ConfigError, match=r"limits\.disk_gb"):
+        Checkpoints(tmp_path / "stage-0", 10, b"run", 0, most_bytes=one).save(20, state())
+    assert 19 in first.steps()
+    assert second.steps() == []
+
+
 def test_what_a_run_writes_after_it_went_back_outlasts_the_branch_that_it_left(tmp_path: Path) -> None:
     mine = checkpoints(tmp_path, keep=3)
     for step in (100, 150, 200, 250, 300, 50):

@@ -7,7 +7,15 @@ import re
 import pytest
 
 from peerd.core.errors import PeerdError
-from tests.fuzz import access_parsers, handover_parsers, link_parsers, map_parsers, network_parsers, rail_parsers
+from tests.fuzz import (
+    access_parsers,
+    handover_parsers,
+    line_parsers,
+    link_parsers,
+    map_parsers,
+    network_parsers,
+    rail_parsers,
+)
 from tests.fuzz.parsers import PARSERS, Parser
 from tests.kit.amount import mutations
 from tests.kit.mutate import INPUT_BYTES_MAX, accepts, fuzz, mutated, worst_allocation
@@ -16,7 +24,8 @@ FEW, MANY, TRACED = 500, 100_000, 2_000
 # Beyond what was held before: a few copies of the largest input, and the 1 MiB of payload that the calls accept.
 HELD_BYTES_MAX = 8 * INPUT_BYTES_MAX + (2 << 20)
 
-for joined in (access_parsers, handover_parsers, link_parsers, map_parsers, network_parsers, rail_parsers):
+joining = (access_parsers, handover_parsers, line_parsers, link_parsers, map_parsers, network_parsers, rail_parsers)
+for joined in joining:
     assert joined.PARSERS is PARSERS  # by importing
 each_parser = pytest.mark.parametrize("parser", [pytest.param(one, id=one.name) for one in PARSERS])
 

@@ -24,8 +24,8 @@ LAYERS = {
     "registry": {"core", "local_code", "log", "role"},
     "control": {"core", "machine", "net", "service", "home", "log"},
     "commands": {
-        *("core", "machine", "net", "service", "compute", "config", "control", "home", "log", "registry", "screen"),
-        *("typed_yaml",),
+        *("core", "contents", "machine", "net", "service", "compute", "config", "control", "home", "log", "registry"),
+        *("screen", "typed_yaml"),
     },
     "demo": {"core", "compute", "config", "control", "commands", "home", "screen", "service"},
     "daemon": {

@@ -17,7 +17,7 @@ from peerd.control.papers import PeerPapers, own_papers
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
 from peerd.core.model.stage_memory import StageFootprint
-from peerd.core.run.runfile import RunFile, sources_of
+from peerd.core.run.runfile import RunFile, disk_bytes, sources_of
 from peerd.home import IDENTITY_FILE, load_identity, locked
 
 
@@ -176,7 +176,12 @@ def _disk(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
     """Room for the checkpoints that a stage keeps, and one more that is written."""
     keep, each = needs.run.checkpoint.keep, max(one.checkpoint_bytes for one in taken)
     need = (keep + 1) * each
-    return _room(needs, "room for checkpoints", f"{keep} checkpoints and one that is written take", need)
+    check, most = "room for checkpoints", disk_bytes(needs.run)
+    if most is not None and 2 * each > most:
+        found = f"one and the one before take {_size(2 * each)}, and limits.disk_gb (--disk-gb) allows {_size(most)}"
+        return CheckResult(check, CheckVerdict.WARN, found, "allow more")
+    need = need if most is None else min(need, most)
+    return _room(needs, check, f"{keep} checkpoints and one that is written take", need)
 
 
 def _room_to_keep(needs: RunNeeds) -> CheckResult:

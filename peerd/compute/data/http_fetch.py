@@ -3,8 +3,9 @@
 Called in a worker's thread; blocks. The server may be anybody: it can send too little, too much, something else, very
 slowly, for ever, or point elsewhere. So the size is bounded before the first byte and checked after the last; what
 has a digest is believed only with it; certificates are verified; another address may be https, or http as before, and
-nothing else (no file, no ftp); each read has a time-out and the whole a slowest speed. What may pass (a cut line, a
-busy server) is tried again after a pause that doubles; what will not (404, a wrong certificate) is a ConfigError.
+nothing else (no file, no ftp); what a stranger named is fetched from the public internet only; each read has a time-out
+and the whole a slowest speed. What may pass (a cut line, a busy server) is tried again after a pause that doubles; what
+will not (404, a wrong certificate) is a ConfigError.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import IO, Any, Final, Protocol
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
+from peerd.compute.data.public_connection import PublicHandler
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.limits import HTTP_PAUSE_S, HTTP_REDIRECTS
 from peerd.core.work import ReadInTurn, read_at_once
@@ -61,7 +63,9 @@ class _Passing(Exception):
 
 
 class Downloader:
-    """Fetches addresses. `in_turn`: how it reads; the other arguments are for tests: an opener, a clock, a pause."""
+    """Fetches addresses. `in_turn`: how it reads; `public_only`: https to hosts of the public internet, and nothing
+    else. The other arguments are for tests: an opener, a clock, a pause.
+    """
 
     def __init__(
         self,
@@ -69,7 +73,9 @@ class Downloader:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
         in_turn: ReadInTurn = read_at_once,
+        public_only: bool = False,
     ) -> None:
+        self._public_only = public_only
         self._opener = opener  # ours is made when first used: it reads all certificates
         self._clock = clock
         self._pause = pause
@@ -98,7 +104,7 @@ class Downloader:
         if not wanted.sha256:
             _empty(sink)  # nothing would show that two halves belong together
         have = sink.tell()
-        opener = self._opener = self._opener or _safe_opener()
+        opener = self._opener = self._opener or _safe_opener(self._public_only)
         request = urllib.request.Request(url, headers={"User-Agent": "peerd", "Accept-Encoding": "identity"})
         if have:
             request.add_header("Range", f"bytes={have}-")
@@ -156,13 +162,13 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _safe_opener() -> UrlOpener:
+def _safe_opener(public_only: bool) -> UrlOpener:
     """An opener for http and https and nothing else, by the machine's proxies and certificates."""
-    opener = urllib.request.OpenerDirector()
+    opener, tls = urllib.request.OpenerDirector(), ssl.create_default_context()
+    http_and_https = (urllib.request.HTTPHandler(), urllib.request.HTTPSHandler(context=tls))
     for handler in (
         urllib.request.ProxyHandler(),
-        urllib.request.HTTPHandler(),
-        urllib.request.HTTPSHandler(context=ssl.create_default_context()),
+        *((PublicHandler(tls),) if public_only else http_and_https),
         urllib.request.UnknownHandler(),
         urllib.request.HTTPDefaultErrorHandler(),
         urllib.request.HTTPErrorProcessor(),

@@ -25,7 +25,7 @@ from torch import Tensor
 from peerd.compute.data.corpus import Split
 from peerd.compute.data.http_fetch import DataUnavailable, Downloader
 from peerd.compute.data.mixture import Mixture
-from peerd.compute.data.remote_files import Cache, default_folder
+from peerd.compute.data.remote_files import Cache, default_folder, is_remote
 from peerd.compute.data.shuffled_source import Cutting, SourceStream, StreamPosition
 from peerd.compute.tokenizer import Vocabulary, load_vocabulary
 from peerd.core.decoders import convert
@@ -152,7 +152,9 @@ def samples_of(run: RunFile, peer: str, split: Split = "train", in_turn: ReadInT
 
 def cache_of(run: RunFile, in_turn: ReadInTurn = read_at_once) -> Cache:
     """The folder of what a run's peer fetches, which all of this user's share."""
-    return Cache(default_folder(), run.limits.data_cache_mb << 20, Downloader(in_turn=in_turn))
+    own_address = run.line is None or is_remote(run.line.data)  # the user's own word may lead into their own network
+    downloader = Downloader(in_turn=in_turn, public_only=not own_address)
+    return Cache(default_folder(), run.limits.data_cache_mb << 20, downloader)
 
 
 def _rng(name: str) -> random.Random:

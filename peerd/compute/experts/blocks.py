@@ -156,7 +156,7 @@ def _start(seed: int, uid: Uid, name: str, shape: torch.Size) -> Tensor:
 
 def _own(run: RunFile, uid: Uid) -> nn.Module:
     block = _section(run).block
-    function = find_function(block, "experts.block", "ffn, ffn1, transformer, or ")
+    function = find_function(block, "experts.block", "ffn, ffn1, transformer, or ", run.line)
     with torchs_random_numbers(seed_of(run.seed, uid)):
         module = guarded(lambda: function(run), f"experts.block {block} failed")
     if not isinstance(module, nn.Module) or not any(p.requires_grad for p in module.parameters()):

@@ -132,7 +132,7 @@ def _start(name: str, shape: torch.Size, run: RunFile) -> Tensor:
 def own_layers(run: RunFile) -> list[nn.Module]:
     """The layers that the user's function returns, in the dtype of the run; see the file's header."""
     kind = run.model.kind
-    function = find_function(kind, "model.kind", "gpt, or ")
+    function = find_function(kind, "model.kind", "gpt, or ", run.line)
     with torchs_random_numbers(run.seed):
         modules = guarded(lambda: function(run), f"model.kind {kind} failed")
     if not isinstance(modules, list) or not all(isinstance(module, nn.Module) for module in modules):

@@ -1,9 +1,10 @@
 """One line to join by, and the run file that it leads to: `peerd://HOST:PORT/PEER/RUN`, and the call for that file.
 
 The part of a run file that all share travels as canonical JSON, without a volunteer's own sections and without the
-publisher's paths, with the organizer's signature where the run has one. It never names code that runs: what it names,
-the volunteer has to allow. Hostile input: links of any form (ConfigError); answers that are too long, no JSON, deep,
-unsigned, signed by others, or with sections that nobody may set for another (ProtocolViolation).
+publisher's paths, with the organizer's signature where the run has one. What arrives becomes a typed run file before
+anything of it is looked at; what it names, the volunteer has to allow (`core.run.check_line`). Hostile input: links of
+any form (ConfigError); answers that are too long, no JSON, deep, with keys of other types, unsigned, signed by others,
+or with keys that each user sets for themselves (ProtocolViolation).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from peerd.core.ids import PeerId
 from peerd.core.keys import SIGNATURE_BYTES, verify
 from peerd.core.limits import RUN_FILE_BYTES
 from peerd.core.messages.encoding import BAD_INPUT, Message
-from peerd.core.run.runfile import RunFile
+from peerd.core.run.check_line import own_keys
+from peerd.core.run.runfile import LineSection, RunFile
 
 SERVICE: Final = "run/1"
 METHOD: Final = "run/1/file"
@@ -34,8 +36,9 @@ DOMAIN: Final = b"peerd run file 1\0"
 LINK_CHARS: Final = 1024
 FORM: Final = "peerd://HOST:PORT/PEER/RUN"
 _LINK: Final = re.compile(r"peerd://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([1-9]\d{0,4})/([A-Za-z0-9]+)/([^/?#\s]+)")
-_LEFT_OUT: Final = ("bootstrap", "listen", "limits")  # each peer's own
+_LEFT_OUT: Final = ("bootstrap", "listen", "limits", "line")  # each peer's own
 _ACCESS: Final = ("allow", "organizer")
+_DEFAULT: Final[dict[str, Any]] = msgspec.to_builtins(RunFile(run="", line=LineSection(link="")))
 
 
 class RunFileAsked(Message, frozen=True):
@@ -114,33 +117,35 @@ def shared_file(run: RunFile) -> bytes:
     for source in (tree["data"], *tree["data"]["sources"]):
         if source["kind"] != "dataset" and is_local(source["path"]):
             source["path"] = PurePosixPath(source["path"]).name or "text"
-    default = msgspec.to_builtins(RunFile(run=""))
-    return msgspec.json.encode(_beside(tree, default), order="sorted")
+    return msgspec.json.encode(_beside(tree, _DEFAULT), order="sorted")
 
 
-def shared_tree(told: RunFileTold, run: str) -> dict[str, Any]:
-    """The tree of a published run file, if it may be used; ProtocolViolation says why not."""
+def plain_tree(run: RunFile) -> dict[str, Any]:
+    """All that differs from the defaults in a run file that came by a line, as plain values."""
+    return _beside(msgspec.to_builtins(run), _DEFAULT)
+
+
+def shared_run(told: RunFileTold, run: str) -> RunFile:
+    """The run file that was published, if it is of this run and signed where it must be; ProtocolViolation says why
+    not. What it names is not allowed yet: see `check_line`.
+    """
     try:
-        tree = from_json(told.text, dict[str, Any])
+        found = from_json(told.text, RunFile)
     except BAD_INPUT as error:
-        raise ProtocolViolation(f"what it gives as the run file is none: {error}") from None
-    access = tree.get("access", {})
-    own: list[str] = [name for name in _LEFT_OUT if name in tree]
-    own += [f"access.{key}" for key in access if key not in _ACCESS] if isinstance(access, dict) else ["access"]
-    if own:
+        raise ProtocolViolation(f"what it gives as the run file is none: {error!s:.200}") from None
+    if found.line is not None:
+        raise ProtocolViolation("its run file sets line, which is for each peer itself to set")
+    if own := own_keys(found):
         raise ProtocolViolation(f"its run file sets {own[0]}, which is for each peer itself to set")
-    path = next((path for path in _paths(tree) if set(path) & set("/\\~")), None)
-    if path is not None:
-        raise ProtocolViolation("its run file names a path on the machine of whoever reads it")
-    if tree.get("run") != run:
+    if found.run != run:
         raise ProtocolViolation("its run file is of another run")
-    organizer = access.get("organizer")
+    organizer = found.access.organizer
     if organizer:
         if not _signed(organizer, told):
-            raise ProtocolViolation(f"its run file is not signed by the organizer that it names, {organizer}")
+            raise ProtocolViolation(f"its run file is not signed by the organizer that it names, {organizer!r:.100}")
     elif told.signature:
         raise ProtocolViolation("its run file is signed, and names no organizer")
-    return tree
+    return found
 
 
 def is_local(path: str) -> bool:
@@ -148,18 +153,9 @@ def is_local(path: str) -> bool:
     return path != "stdlib" and not path.startswith(("http://", "https://"))
 
 
-def _paths(tree: dict[str, Any]) -> list[str]:
-    """Paths of local files that a run file names."""
-    parts = [part for name in ("model", "data") if isinstance(part := tree.get(name), dict)]
-    listed = [part["sources"] for part in parts if isinstance(part.get("sources"), list)]
-    parts += [source for sources in listed for source in sources if isinstance(source, dict)]
-    found = [str(part[key]) for part in parts for key in ("vocab", "path") if key in part]
-    return [path for path in found if is_local(path)]
-
-
-def _signed(organizer: object, told: RunFileTold) -> bool:
+def _signed(organizer: str, told: RunFileTold) -> bool:
     try:
-        peer = PeerId.parse(str(organizer))
+        peer = PeerId.parse(organizer)
     except ValueError:
         return False
     return len(told.signature) == SIGNATURE_BYTES and verify(peer, DOMAIN + told.text, told.signature)

@@ -25,6 +25,7 @@ from peerd.core.limits import (
     STATE_TOTALS,
 )
 from peerd.core.run.check_experts import experts_faults
+from peerd.core.run.check_line import line_faults
 from peerd.core.run.runfile import (
     CORPUS_BYTES,
     FINGERPRINT_SECTIONS,
@@ -106,7 +107,7 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     need(1 <= evaluate.samples <= 1 << 20, "evaluate.samples", f"is {evaluate.samples}; allowed: 1 to 1048576")
     need(checkpoint.every_steps >= 0, "checkpoint.every_steps", f"is {checkpoint.every_steps}; must not be negative")
     need(checkpoint.keep >= 1, "checkpoint.keep", f"is {checkpoint.keep}; must be at least 1")
-    return (faults or _size_faults(run)) + _limits_faults(run.limits, p.stages)
+    return (faults or _size_faults(run)) + _limits_faults(run.limits, p.stages) + line_faults(run)
 
 
 def _size_faults(run: RunFile) -> list[tuple[str, str]]:
@@ -174,6 +175,7 @@ _LIMIT_RANGES: Final = {
     "nice": (0, 19, "0 (as other programs) to 19 (after all others)"),
     "memory_gb": (0, 1_000_000, "0 (no limit) to 1000000"),
     "experts": (0, 1_000_000, "0 (as many as memory holds) to 1000000"),
+    "disk_gb": (0, 1_000_000, "0 (no limit of one's own) to 1000000"),
 }
 
 

@@ -17,6 +17,7 @@ RANK = 4  # of gradients in powersgd, unless the run file says otherwise
 RANKS = 128  # the most: each column costs two passes over the gradient
 SOURCES = 64  # of data: each holds a part of the shuffle buffer
 CORPUS_BYTES = 96  # that a trainer publishes with the settings for each source: its key and the digest of what it read
+LINE_DISK_GB = 50.0  # of checkpoints of a run that was joined by a line, unless the user allows more
 PUBLISHED_BYTES = 1536  # that it publishes with them besides: a token
 
 
@@ -196,6 +197,7 @@ class LimitsSection(Section, frozen=True):
     # Peer ids, beside those of `bootstrap`, whose word on the run's positions this peer takes without further evidence.
     trust: list[str] = msgspec.field(default_factory=list)
     hours: str = ""  # of the day, by this machine's clock: 22:00-08:00, several with commas; empty: always
+    disk_gb: float = 0.0  # of checkpoints, 10^9 bytes; 0: no limit, or LINE_DISK_GB where the run file came by a line
 
     @property
     def stages(self) -> list[int]:
@@ -208,6 +210,26 @@ class AccessSection(Section, frozen=True):
     organizer: str = ""  # the peer id whose signature makes a token
     token: str = ""  # file with this peer's token; without it access.token in the data directory
     revoked: str = ""  # file with a list of revoked tokens, besides those that come over the network
+
+
+class AllowedCode(Section, frozen=True):
+    """A Python file that the user allowed, as it was then."""
+
+    path: str
+    digest: str  # SHA-256 of its source and of the local files that it imports, in hex
+
+
+class LineSection(Section, frozen=True):
+    """Origin of a run file that came by a line `peerd://...`, and what the user of this machine allowed it to name.
+
+    `peerd join` writes this section; a published run file never has it. `check_line` holds a run file with it to
+    what a stranger may set.
+    """
+
+    link: str
+    data: str = ""  # the user's own text (--data), as data.path has it
+    tokenizer: str = ""  # the user's own tokenizers file (--tokenizer), as model.vocab has it
+    code: list[AllowedCode] = msgspec.field(default_factory=list)  # --allow-code
 
 
 class RunFile(Section, frozen=True):
@@ -228,6 +250,13 @@ class RunFile(Section, frozen=True):
     experts: ExpertsSection | None = None  # a run without them has none
     limits: LimitsSection = LimitsSection()
     access: AccessSection = AccessSection()
+    line: LineSection | None = None  # a run file of the user's own has none
+
+
+def disk_bytes(run: RunFile) -> int | None:
+    """Bytes of disk that the checkpoints of this peer may take; None: no limit."""
+    allowed_gb = run.limits.disk_gb or (0.0 if run.line is None else LINE_DISK_GB)
+    return int(allowed_gb * 1e9) if allowed_gb else None
 
 
 def shared_text(run: RunFile) -> bytes:

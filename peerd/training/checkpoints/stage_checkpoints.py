@@ -20,6 +20,7 @@ from peerd.compute.run_record import write_record
 from peerd.core.errors import ConfigError, NoMemory, PeerdError
 from peerd.core.limits import SAVED_TOLD
 from peerd.core.messages.swarm import Position
+from peerd.core.run.runfile import disk_bytes
 from peerd.role import RoleContext
 from peerd.signals import Signal
 
@@ -187,7 +188,7 @@ class Saving:
         return self._root / f"stage-{stage}"
 
     def _open(self, stage: int) -> Checkpoints:
-        return Checkpoints(self._of_stage(stage), keep=self._keep, fingerprint=self._fingerprint, stage=stage)
+        return Checkpoints(self._of_stage(stage), self._keep, self._fingerprint, stage, disk_bytes(self._run))
 
 
 def _position(manifest: Manifest) -> Position:

@@ -99,9 +99,10 @@ def test_many_readers_share_a_cache_that_holds_one_file(tmp_path: Path, monkeypa
 
 
 def certificate(folder: Path) -> Path:
-    """A key and a certificate for 127.0.0.1 that nobody but itself has signed, in one file."""
+    """A key and a certificate for 127.0.0.1 and data.example that nobody but itself has signed, in one file."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "peerd test")])
+    names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("data.example")]
     today = datetime.datetime.now(datetime.UTC)
     built = (
         x509.CertificateBuilder()
@@ -111,7 +112,7 @@ def certificate(folder: Path) -> Path:
         .serial_number(x509.random_serial_number())
         .not_valid_before(today - datetime.timedelta(days=2))
         .not_valid_after(today + datetime.timedelta(days=2))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .add_extension(x509.SubjectAlternativeName(names), False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
         .sign(key, hashes.SHA256())
     )

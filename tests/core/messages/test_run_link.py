@@ -21,12 +21,14 @@ from peerd.core.messages.run_link import (
     RunFileTold,
     best_link,
     shared_file,
-    shared_tree,
+    shared_run,
 )
 from peerd.core.run.runfile import (
     AccessSection,
+    AllowedCode,
     DataSection,
     LimitsSection,
+    LineSection,
     ModelSection,
     PipelineSection,
     RunFile,
@@ -113,14 +115,15 @@ def test_a_volunteers_own_part_and_the_publishers_paths_stay_at_home() -> None:
         data=DataSection(sources=[SourceSection(path="/home/ann/*.txt"), SourceSection(path="https://h.example/x")]),
         limits=LimitsSection(upload_mbit=3, hours="22:00-08:00"),
         access=AccessSection(allow="tokens", organizer=PEER, token="/home/ann/t", revoked="/home/ann/r"),
+        line=LineSection(link="peerd://x", data="/home/ann/d", code=[AllowedCode(path="ann.py", digest="d")]),
     )
     told = shared_file(run)
-    for secret in (b"ann", b"limits", b"bootstrap", b"listen", b"hours"):
+    for secret in (b"ann", b'"line"', b"limits", b"bootstrap", b"listen", b"hours"):
         assert secret not in told
-    tree = shared_tree(RunFileTold(told, ANN.sign(DOMAIN + told)), "r")
-    assert tree["model"] == {"layers": 2, "vocab": "tok.json"}
-    assert [source["path"] for source in tree["data"]["sources"]] == ["*.txt", "https://h.example/x"]
-    assert tree["access"] == {"allow": "tokens", "organizer": PEER}
+    found = shared_run(RunFileTold(told, ANN.sign(DOMAIN + told)), "r")
+    assert found.model == ModelSection(layers=2, vocab="tok.json")
+    assert [source.path for source in found.data.sources] == ["*.txt", "https://h.example/x"]
+    assert found.access == AccessSection(allow="tokens", organizer=PEER)
     assert shared_file(RunFile(run="r")) == b'{"run":"r"}'
 
 
@@ -131,40 +134,42 @@ def test_a_volunteers_own_part_and_the_publishers_paths_stay_at_home() -> None:
         (b"[1]", "as the run file is none"),
         (b"[" * 60000, "as the run file is none"),
         (b'{"run":"other"}', "of another run"),
-        (b'{"run":"r","limits":{"nice":0}}', "sets limits"),
-        (b'{"run":"r","bootstrap":[]}', "sets bootstrap"),
+        (b'{"run":"r","limits":{"nice":0}}', r"sets limits\.nice"),
+        (b'{"run":"r","bootstrap":["/ip4/198.51.100.7/tcp/1"]}', "sets bootstrap"),
+        (b'{"run":"r","listen":[]}', "sets listen"),
+        (b'{"run":"r","line":{"link":"x","data":"/home/you"}}', "sets line"),
         (b'{"run":"r","access":{"token":"/etc/passwd"}}', r"sets access\.token"),
-        (b'{"run":"r","access":3}', "sets access"),
-        (b'{"run":"r","data":{"path":"/home/you/.ssh/id"}}', "names a path"),
-        (b'{"run":"r","data":{"sources":[{"path":"../x"}]}}', "names a path"),
-        (b'{"run":"r","model":{"vocab":"~/x"}}', "names a path"),
+        (b'{"run":"r","access":3}', "Expected `object`, got `int`"),
+        (b'{"run":"r","model":{"layers":"2"}}', r"Expected `int`, got `str` - at `\$\.model\.layers`"),
+        (b'{"run":"r","modell":{}}', "unknown field `modell`"),
         (
             b'{"run":"r","access":{"allow":"tokens","organizer":"' + PEER.encode() + b'"}}',
             "not signed by the organizer",
         ),
-        (b'{"run":"r","access":{"allow":"tokens","organizer":[1]}}', "not signed by the"),
+        (b'{"run":"r","access":{"allow":"tokens","organizer":[1]}}', "Expected `str`"),
+        (b'{"run":"r","access":{"allow":"tokens","organizer":"me"}}', "not signed by the"),
     ],
 )
 def test_a_file_that_nobody_may_set_for_another_is_refused(text: bytes, why: str) -> None:
     with pytest.raises(ProtocolViolation, match=why):
-        shared_tree(RunFileTold(text, b""), "r")
+        shared_run(RunFileTold(text, b""), "r")
 
 
 def test_a_signature_counts_when_it_is_the_organizers_and_of_this_file() -> None:
     text = shared_file(RunFile(run="r", access=AccessSection(allow="tokens", organizer=PEER)))
-    assert shared_tree(RunFileTold(text, ANN.sign(DOMAIN + text)), "r")["run"] == "r"
+    assert shared_run(RunFileTold(text, ANN.sign(DOMAIN + text)), "r").run == "r"
     for signature in (BOB.sign(DOMAIN + text), ANN.sign(text), ANN.sign(DOMAIN + text + b" "), b"short"):
         with pytest.raises(ProtocolViolation, match="not signed by the organizer"):
-            shared_tree(RunFileTold(text, signature), "r")
+            shared_run(RunFileTold(text, signature), "r")
     with pytest.raises(ProtocolViolation, match="names no organizer"):
-        shared_tree(RunFileTold(b'{"run":"r"}', ANN.sign(b"x")), "r")
+        shared_run(RunFileTold(b'{"run":"r"}', ANN.sign(b"x")), "r")
 
 
 @given(st.binary(max_size=300))
-def test_whatever_a_backbone_gives_is_a_tree_or_a_violation(data: bytes) -> None:
+def test_whatever_a_backbone_gives_is_a_run_file_or_a_violation(data: bytes) -> None:
     for text in (data, b'{"run":"r","data":' + data + b"}", b'{"run":"r","access":' + data + b"}"):
         with contextlib.suppress(ProtocolViolation):
-            assert shared_tree(RunFileTold(text, b""), "r")["run"] == "r"
+            assert shared_run(RunFileTold(text, b""), "r").run == "r"
 
 
 def test_the_bytes_on_the_wire_stay_as_they_are() -> None:
