@@ -19,14 +19,14 @@ from peerd.core.limits import RPC_BUDGET_WAIT_S
 from peerd.core.messages.encoding import Empty, encode
 from peerd.machine.budget.book import BOUNDS, Book, Bounds, Means
 from peerd.machine.rpc import codec as wire
-from peerd.machine.rpc.accounting import MethodLimits
 from peerd.service.rpc.loopback import LocalStream
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
+from tests.kit.declared import declared
 from tests.worlds.machines.fakehost import FakeHost, TrioClock, fake_net
 from tests.worlds.machines.rpc_cases import Text, echo, repeat
 
 _STEPS: Final = 16  # of one session, at most
-_LARGE: Final = MethodLimits(body_bytes=256 << 10, frames=4, frame_bytes=4 << 20, calls_per_peer=32)
+_LARGE: Final = declared(body_bytes=256 << 10, frames=4, frame_bytes=4 << 20, calls_per_peer=32)
 _LITTLE: Final = Bounds(total=2 << 20, peer=1 << 20, place=1 << 20, region=1 << 20, reserved=1 << 19)
 _END_S: Final = 4000.0  # the longest that a caller may ask for, and what a stalled message may take
 
@@ -55,9 +55,9 @@ async def _stream_on(call: Incoming[Text], parts: CallStream) -> None:
 
 def _serve(rpc: Rpc) -> None:
     for name, handler in (("echo", echo), ("large", _large), ("give", _give), ("wait", _wait)):
-        rpc.serve(f"t/1/{name}", Text, handler, limits=_LARGE)
+        rpc.serve(f"t/1/{name}", Text, handler, declared=_LARGE)
     for name, talker in (("repeat", repeat), ("on", _stream_on)):
-        rpc.serve_stream(f"t/1/{name}", Text, talker, limits=_LARGE)
+        rpc.serve_stream(f"t/1/{name}", Text, talker, declared=_LARGE)
 
 
 @dataclass

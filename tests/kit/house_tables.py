@@ -58,6 +58,7 @@ PACKAGES = {
     "machine/network": {"machine/rate"},
     "machine/pipeline": {"machine/rate"},
     "machine/rebalance": {"machine/rate", "machine/swarm"},
+    "machine/rpc": {"machine/budget"},
     "machine/secure": {"machine"},
     "machine/state": {"machine/rate"},
     "machine/swarm": {"machine/averaging"},

@@ -28,6 +28,8 @@ from peerd.core.limits import (
     STATE_GIVEN,
     STATE_GIVEN_PER_PEER,
     STATE_LEAST_BYTES_PER_S,
+    STATE_PIECE_BYTES,
+    STATE_PIECES_PER_DONOR,
 )
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.experts import DIGEST_BYTES, HolderOffer, Keep, Kept, Name, PieceWanted, Pointer
@@ -35,10 +37,11 @@ from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.kept_shelf import KeptShelf
 from peerd.machine.experts.sharing import HostShare
+from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.service.experts.kept_directory import KeptDirectory, VaultPeer
 from peerd.service.experts.vault_disk import Bytes, VaultDisk, piece_at, pieces_of
 from peerd.service.experts.vault_fetch import GET, MemorySink, PieceFetch
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
+from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.signals import Signal
 
 log = logging.getLogger("peerd.service.experts.vault")
@@ -47,6 +50,25 @@ T = TypeVar("T")
 VAULT_BYTES: Final = 16 << 30  # of disk, unless told otherwise
 KEEP: Final = "vault/1/keep"
 _KEPT_AT_ONCE: Final = 8  # checkpoints that are fetched from hosts
+DECLARED: Final = {
+    KEEP: Declaration(
+        shows=Shows.OWNER,
+        rows=None,
+        memory_bytes=STATE_PIECES_PER_DONOR * STATE_PIECE_BYTES,
+        device_s=0.0,
+        calls_per_peer=2,
+        calls=_KEPT_AT_ONCE,
+        fetches=True,
+    ),
+    GET: Declaration(
+        shows=Shows.NOTHING,
+        rows=None,
+        memory_bytes=STATE_PIECE_BYTES,
+        device_s=0.0,
+        calls_per_peer=STATE_GIVEN_PER_PEER,
+        calls=STATE_GIVEN,
+    ),
+}
 _SHAKE_S: Final = 30.0  # of a hand-over, beyond what its bytes take
 _TOGETHER_S: Final = 0.5  # checkpoints often come by several at once
 _NOTHING: Final = PieceWanted(bytes(DIGEST_BYTES), 0)
@@ -96,9 +118,8 @@ class Vault:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve, and say what is held, until cancelled."""
         rpc = self._peer.rpc
-        pieces = MethodLimits(calls_per_peer=STATE_GIVEN_PER_PEER, calls=STATE_GIVEN)
-        rpc.serve(KEEP, Keep, self._keep, limits=MethodLimits(calls_per_peer=2, calls=_KEPT_AT_ONCE))
-        rpc.serve(GET, PieceWanted, self._give, limits=pieces)
+        rpc.serve(KEEP, Keep, self._keep, declared=DECLARED[KEEP])
+        rpc.serve(GET, PieceWanted, self._give, declared=DECLARED[GET])
         try:
             task_status.started()
             while True:

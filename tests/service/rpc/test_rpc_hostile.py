@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -20,17 +20,20 @@ from peerd.core.messages.encoding import Empty, encode
 from peerd.machine.budget.book import BOUNDS, Book, Bounds, Means
 from peerd.machine.rpc import codec as wire
 from peerd.machine.rpc.accounting import MethodName
+from peerd.machine.rpc.declaration import Shows
 from peerd.service.rpc.channel import Channel
 from peerd.service.rpc.loopback import LocalStream, local_pair
 from peerd.service.rpc.outbox import Outbox
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.rpc.types import RpcStream
+from tests.kit.declared import ANY, declared
 from tests.worlds.machines.fakehost import FakeHost, FakeNet, TrioClock, fake_net
 from tests.worlds.machines.rpc_cases import BIG, Held, Text, echo
 
 Clock = trio.testing.MockClock
 MB = 1 << 20
-LARGE = MethodLimits(body_bytes=MB, frames=2, frame_bytes=256 * MB)
+LARGE = declared(body_bytes=MB, frames=2, frame_bytes=256 * MB)
+GRANTED = replace(LARGE, shows=Shows.GRANT)
 SOME = encode(Text("x" * (64 << 10)))
 
 
@@ -69,7 +72,7 @@ async def scene(**bounds: int) -> AsyncIterator[Scene]:
         host = net.host("served")
         host.book = Book({**BOUNDS, **{Means[name]: little(total) for name, total in bounds.items()}})
         rpc = Rpc(host, TrioClock())
-        rpc.serve("t/1/echo", Text, echo, limits=LARGE)
+        rpc.serve("t/1/echo", Text, echo, declared=LARGE)
         await net.nursery.start(rpc.run)
         yield Scene(net, host, rpc)
 
@@ -115,7 +118,7 @@ async def test_answers_that_nobody_reads_are_bounded_and_others_get_theirs(autoj
             began += 1
             return Answer(Text("x" * (64 << 10)))
 
-        s.rpc.serve("t/1/large", Text, large)
+        s.rpc.serve("t/1/large", Text, large, declared=ANY)
         streams = [await s.stream("greedy") for _ in range(8)]
         for stream in streams:
             await stream.send(b"".join(call(number, "large") for number in range(1, 65)))
@@ -135,7 +138,7 @@ async def test_answers_that_nobody_reads_are_bounded_and_others_get_theirs(autoj
 
 async def test_who_reads_again_gets_answers_again(autojump_clock: Clock) -> None:
     async with scene(ANSWERS=4 * MB) as s:
-        s.rpc.serve("t/1/large", Text, echo, limits=LARGE)
+        s.rpc.serve("t/1/large", Text, echo, declared=LARGE)
         stream = await s.stream("slow")
         sent, kinds = 0, []
 
@@ -163,7 +166,7 @@ async def test_large_answers_to_one_caller_all_come_however_little_room_there_is
         async def give(incoming: Incoming[Text]) -> Answer[Empty]:
             return Answer(Empty(), (BIG, BIG))
 
-        s.rpc.serve("t/1/give", Text, give)
+        s.rpc.serve("t/1/give", Text, give, declared=ANY)
         rpc, given = await s.honest(), 0
 
         async def one() -> None:
@@ -177,19 +180,24 @@ async def test_large_answers_to_one_caller_all_come_however_little_room_there_is
         assert given == 16 * MB
 
 
-async def test_a_stranger_that_does_not_take_an_answers_frames_loses_its_stream(autojump_clock: Clock) -> None:
+async def test_who_does_not_take_an_answers_frames_loses_its_stream_but_not_in_the_round_under_way(
+    autojump_clock: Clock,
+) -> None:
+    """A member, too, unless its call has shown that it belongs to the round."""
     async with scene() as s:
 
         async def give(incoming: Incoming[Text]) -> Answer[Empty]:
             return Answer(Empty(), (BIG,))
 
-        s.rpc.serve("t/1/give", Text, give)
+        s.rpc.serve("t/1/give", Text, give, declared=ANY)
         s.book.members_by(lambda peer: peer == s.net.host("member").id.text)
-        streams = {name: await s.stream(name) for name in ("stranger", "member")}
-        for stream in streams.values():
-            await stream.send(call(1, "give"))
+        s.rpc.serve("t/1/granted", Text, give, declared=GRANTED, objection=lambda peer, body: None)
+        streams = {name: await s.stream(name) for name in ("stranger", "member", "granted")}
+        for name, stream in streams.items():
+            await stream.send(call(1, "granted" if name == "granted" else "give"))
         await trio.sleep(RPC_MESSAGE_S + MB / RPC_LEAST_BYTES_PER_S + 1)
-        assert {name: stream.closed for name, stream in streams.items()} == {"stranger": True, "member": False}
+        closed = {name: stream.closed for name, stream in streams.items()}
+        assert closed == {"stranger": True, "member": True, "granted": False}
         assert s.used() == {Means.CALLS: 1}
 
 
@@ -316,14 +324,16 @@ async def test_what_is_announced_takes_no_room_and_an_honest_callers_frames_come
         assert bytes(answer.frames[0].payload) == BIG.payload
 
 
-async def test_frames_that_stall_are_given_up_long_before_their_deadline_but_not_a_members(
+async def test_frames_that_stall_are_given_up_long_before_their_deadline_but_not_in_the_round_under_way(
     autojump_clock: Clock,
 ) -> None:
+    """A member's too, unless its call has shown that it belongs to the round."""
     async with scene() as s:
+        s.rpc.serve("t/1/granted", Text, echo, declared=GRANTED, objection=lambda peer, body: None)
         s.book.members_by(lambda peer: peer == s.net.host("member").id.text)
-        streams = {name: await s.stream(name) for name in ("member", "stranger", "slow")}
-        for stream in streams.values():
-            await stream.send(call(1, frames=1) + bytes(100))
+        streams = {name: await s.stream(name) for name in ("member", "stranger", "slow", "granted")}
+        for name, stream in streams.items():
+            await stream.send(call(1, "granted" if name == "granted" else "echo", frames=1) + bytes(100))
 
         async def trickle() -> None:
             while True:
@@ -333,8 +343,9 @@ async def test_frames_that_stall_are_given_up_long_before_their_deadline_but_not
         async with trio.open_nursery() as nursery:
             nursery.start_soon(trickle)
             await trio.sleep(RPC_STALL_S + RPC_STEP_BYTES / RPC_LEAST_BYTES_PER_S + 1)
-            call_id, why = await error_of(streams["stranger"])
-            assert (call_id, "too slowly" in why) == (1, True)
+            for name in ("stranger", "member"):
+                call_id, why = await error_of(streams[name])
+                assert (call_id, "too slowly" in why) == (1, True)
             await trio.sleep(200)
             assert s.used()[Means.CALLS] == 2
             nursery.cancel_scope.cancel()
@@ -361,7 +372,7 @@ async def test_running_calls_are_bounded_by_peer_over_all_methods_and_streams(au
     async with scene(CALLS=32) as s:
         held = [Held() for _ in range(3)]
         for number, handler in enumerate(held):
-            s.rpc.serve(f"t/1/held{number}", Text, handler)
+            s.rpc.serve(f"t/1/held{number}", Text, handler, declared=ANY)
         streams = [await s.stream("busy") for _ in range(3)]
         for stream in streams:
             await stream.send(b"".join(call(number + 1, f"held{number}") for number in range(3)))
@@ -408,9 +419,9 @@ async def test_an_error_of_ours_ends_one_stream_and_no_other_call(fails: str, au
         async def listen(incoming: Incoming[Text], parts: object) -> None:
             await trio.sleep_forever()
 
-        s.rpc.serve("t/1/held", Text, held)
-        s.rpc.serve("t/1/crash", Text, crash)
-        s.rpc.serve_stream("t/1/listen", Text, listen)
+        s.rpc.serve("t/1/held", Text, held, declared=ANY)
+        s.rpc.serve("t/1/crash", Text, crash, declared=ANY)
+        s.rpc.serve_stream("t/1/listen", Text, listen, declared=ANY)
         honest = await s.honest()
         async with trio.open_nursery() as nursery:
 
@@ -481,7 +492,7 @@ async def test_a_refused_call_before_one_with_frames_takes_nothing_of_these(auto
         async def large(incoming: Incoming[Text]) -> Answer[Text]:
             return Answer(Text("x" * (128 << 10)))
 
-        s.rpc.serve("t/1/large", Text, large)
+        s.rpc.serve("t/1/large", Text, large, declared=ANY)
         headers, payloads = wire.encode_frames([TensorFrame("uint8", (1000,), bytes(1000))])
         last = wire.encode_call(wire.REQUEST, 9, b"echo", 50.0, encode(Text("")), headers, 1)
         stream, parser = await s.stream("a"), wire.MessageParser()
