@@ -252,6 +252,7 @@ class Conductor:
         entry = self.roster.entries[peer]
         if self.course.commits:
             self.search.established.add(peer, entry.stage)
+            self.roster.note_helped(peer)
         self.roster.move(peer, position, stepped=self.course.commits)
 
     def _report(self, now: float, report: TrainerReport) -> None:

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.messages.swarm import MAX_MEMBERS, LineInfo, Mb, MemberInfo, Position
 from peerd.machine.averaging.work_split import Lines
 from peerd.machine.swarm.events import MemberHello
+from peerd.machine.swarm.posts import peer_of
 
 _NEWS: Final = 1.5  # times more, or less: another rate
 START = Position(0, b"")  # where every peer begins: parameters are a pure function of the run's seed
@@ -82,6 +84,7 @@ class Roster:
         self._at: list[dict[Position, dict[str, None]]] = [{} for _ in self.stages]  # posts by stage and position
         self.lines = Lines()
         self._rates: dict[str, float] = {}  # of posts, as the list of members has them
+        self._helped = BoundedDict[str, None](MAX_MEMBERS)  # peers that helped to make a step
         self.version = 1  # of what members see
         self.listed = 1  # of these, the last that may be a change of the list of members,
         self._listed_of = 0, 0  # and the numbers of changes of lines and stands then
@@ -123,6 +126,10 @@ class Roster:
         entry.move(position, stepped=stepped)
         self.stands += 1
         self._at[entry.stage].setdefault(position, {})[peer] = None
+
+    def note_helped(self, post: str) -> None:
+        """The peer of this post has helped to make a step."""
+        self._helped[peer_of(post)] = None
 
     def _leave(self, peer: str) -> None:
         entry = self.entries.get(peer)
@@ -220,6 +227,7 @@ class Roster:
                 client=self.lines.is_client(peer),
                 since=m.since,
                 rate=self._rates.get(peer, 0.0),
+                helped=peer_of(peer) in self._helped,
             )
             for peer, m in sorted(self.entries.items())
         ]

@@ -28,7 +28,7 @@ class Admissions:
         self._followed: dict[PeerId, None] = {}  # at this position
         self._followed_before: dict[PeerId, None] = {}
         self._verified: dict[bytes, tuple[str, Grant]] = {}  # signature -> (trainer, grant), oldest first
-        self._trainers: OrderedDict[str, None] = OrderedDict()  # that have shown a valid one; the latest last
+        self._helpers: OrderedDict[str, None] = OrderedDict()  # trainers that helped to make a step; the latest last
 
     def follow(self, conductor: PeerId | None) -> None:
         """Note a conductor that has answered this peer: its grants count."""
@@ -37,9 +37,12 @@ class Admissions:
             if len(self._followed) > HELD_CONDUCTORS:
                 del self._followed[next(iter(self._followed))]
 
-    def has_admitted(self, peer: str) -> bool:
-        """True when a conductor that we follow has lately admitted microbatches of this peer."""
-        return peer in self._trainers
+    def has_helped(self, peer: str) -> bool:
+        """True when a grant of a conductor that we followed says that this trainer has helped to make a step.
+
+        A grant alone makes nobody a member: it costs one wish.
+        """
+        return peer in self._helpers
 
     def arrive(self) -> None:
         """Note a new position: conductors followed at it and at the one before it count, earlier ones no longer."""
@@ -65,10 +68,11 @@ class Admissions:
         if not any(is_granted(conductor, self._run, trainer.text, shown) for conductor in reversed(conductors)):
             return False
         self._verified[shown.signature] = trainer.text, shown
-        self._trainers[trainer.text] = None
-        self._trainers.move_to_end(trainer.text)
-        if len(self._trainers) > BATCH_TRAINERS:
-            self._trainers.popitem(last=False)
+        if shown.helped:
+            self._helpers[trainer.text] = None
+            self._helpers.move_to_end(trainer.text)
+            if len(self._helpers) > BATCH_TRAINERS:
+                self._helpers.popitem(last=False)
         if len(self._verified) > GRANTS_VERIFIED:
             del self._verified[next(iter(self._verified))]
         return True
