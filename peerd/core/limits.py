@@ -48,6 +48,7 @@ RPC_RECEIVING_BYTES: Final = 1 << 30  # payload that all peers together may have
 RPC_RECEIVING_BYTES_PER_PEER: Final = 512 << 20  # of these, one peer: two whole messages
 ANSWER_BYTES: Final = 256 << 20  # answers and parts that nobody has read yet, all peers together
 ANSWER_BYTES_PER_PEER: Final = 64 << 20  # of these, one peer: sixty-four parts of an average of a megabyte each
+UNPROVEN_PER_MINUTE: Final = 24_000  # calls with a proof that does not hold: some 2 s of looking at signatures
 CALLS_HOST: Final = 8192  # that run at once, of all methods and peers
 RPC_BUDGET_WAIT_S: Final = 2.0  # then it is honest to say that we are overloaded
 RPC_STEP_BYTES: Final = 1 << 20  # of payloads: room is taken so far ahead of the bytes that come

@@ -40,6 +40,7 @@ class Means(StrEnum):
     LINKS = "connections"
     DIRECTORY = "bytes in the directory"
     DIALS = "dials for others in a minute"
+    UNPROVEN = "calls with a false proof in a minute"
 
 
 class User(NamedTuple):
@@ -81,6 +82,7 @@ BOUNDS: Final[Mapping[Means, Bounds]] = {
     Means.LINKS: shared_out(limits.LINKS_INBOUND, limits.LINKS_PER_PEER),
     Means.DIRECTORY: shared_out(limits.DHT_STORED_BYTES, limits.DHT_BYTES_PER_PUBLISHER, kept=False),
     Means.DIALS: shared_out(limits.HEARSAY_PER_MINUTE, limits.HEARSAY_PER_MINUTE // 8),
+    Means.UNPROVEN: shared_out(limits.UNPROVEN_PER_MINUTE, limits.UNPROVEN_PER_MINUTE // 8),
 }
 
 

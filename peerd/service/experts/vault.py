@@ -266,7 +266,7 @@ class Vault:
         why = self.fault(pointer, peer)
         if why is not None:
             log.warning("peer %s asks to keep a checkpoint of expert %s: %s", peer, pointer.expert.uid, why)
-            raise Refused(why)
+            raise Refused(why).as_unproven()
         if self._has(pointer):
             return Answer(Kept(held=True))
         why = self._shelf.objection(pointer)

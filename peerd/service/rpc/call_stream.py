@@ -141,7 +141,7 @@ class CallStream:
         """Receive a part's frames and hand it in; waits while enough parts wait. Raises Overloaded or TooSlow."""
         frames: tuple[TensorFrame, ...] = ()
         if part.headers:
-            frames = await inbound.frames(part, deadline, self.place, patient=self.patient)
+            frames = await inbound.frames(part, deadline, self.place, self.patient)
         wanted = False
         try:
             while len(self._parts) >= RPC_PARTS_AHEAD and self.receiving:

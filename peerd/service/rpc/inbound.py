@@ -185,7 +185,7 @@ class Inbound:
             self._half_bytes = due
 
     async def frames(
-        self, message: RpcMessage, deadline: float, place: Place | None = None, *, patient: bool = False
+        self, message: RpcMessage, deadline: float, place: Place | None = None, patient: bool = False
     ) -> tuple[TensorFrame, ...]:
         """The frames of `message`; their bytes are paid for until they are given back to `share`.
 

@@ -61,6 +61,10 @@ class Caller(Protocol):
     outbox: Outbox
     share: Share
 
+    def note_failure(self, error: PeerdError) -> None:
+        """A call has failed: one whose proof does not hold counts against the caller."""
+        ...
+
     def moved_bytes(self) -> int:
         """Bytes that the peer has sent us as payloads, or taken of this stream's answers."""
         ...
@@ -213,6 +217,7 @@ class ServedCall:
     def _fail(self, error: PeerdError) -> None:
         if not self._over:
             self._method.load.counters.failed += 1
+            self._caller.note_failure(error)
             if self._caller.outbox.put(encode_failure(self._id, error)) is not None:
                 self._caller.reset()  # it does not even read what failed
             self._settle()

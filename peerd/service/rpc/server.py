@@ -18,7 +18,16 @@ import logging
 import msgspec
 import trio
 
-from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, TooSlow, Unreachable
+from peerd.core.errors import (
+    LocalError,
+    Overloaded,
+    PeerdError,
+    ProtocolViolation,
+    Refused,
+    RemoteError,
+    TooSlow,
+    Unreachable,
+)
 from peerd.core.limits import (
     RPC_CALLS_PER_STREAM,
     RPC_DEFAULT_BODY_BYTES,
@@ -30,6 +39,7 @@ from peerd.core.limits import (
 from peerd.core.messages.encoding import decode
 from peerd.machine.budget.book import EVERYBODY, Means
 from peerd.machine.budget.tab import Tab
+from peerd.machine.budget.unproven import UnprovenCalls
 from peerd.machine.rate.arrival_rate import LineRates
 from peerd.machine.rpc import codec as wire
 from peerd.machine.rpc.accounting import Crowd
@@ -47,6 +57,7 @@ _log = logging.getLogger("peerd.rpc")
 _BATCHES_A_TURN = 16  # of messages, read before others have their turn
 _ANSWER_BYTES = RPC_DEFAULT_BODY_BYTES  # a call begins where that much of an answer would find room
 _CALLS_STEP = 16  # calls that a stream takes of the book at once
+_UNPROVEN_S = 5.0  # before another try, of a caller whose proofs do not hold
 _UNREAD_STEP_BYTES = 64 << 10  # likewise, of unread answers
 
 
@@ -57,6 +68,7 @@ class Server:
         self.crew = crew
         self.room = room
         self.rates = rates
+        self.unproven = UnprovenCalls(room.book)
         self.protocols: dict[str, dict[bytes, Method]] = {}
         self.gate: Gate | None = None
 
@@ -196,6 +208,13 @@ class ServedStream:
         if self._idle is not None and not self._calls:
             self._idle.set()
 
+    def note_failure(self, error: PeerdError) -> None:
+        """A call of this stream has failed: one whose proof does not hold counts against its caller."""
+        if isinstance(error, RemoteError) and error.unproven:
+            why = self._server.unproven.count(trio.current_time(), self.user)
+            if why is not None:
+                _log.warning("peer %s shows proofs that do not hold, and is refused unread now: %s", self.peer, why)
+
     def moved_bytes(self) -> int:
         """Bytes that the peer has sent us as payloads, or taken of this stream's answers."""
         return self._server.rates.total_bytes(self.peer) + self.outbox.sent_bytes
@@ -273,6 +292,7 @@ class ServedStream:
                 error = method.frames_objection(self.peer, message.headers)
             if error is not None:
                 method.load.counters.refused += 1
+                self.note_failure(error)
                 self._refuse(message.id, error)
                 return None
             call = self._take_up(message, method, body, held_bytes)
@@ -305,6 +325,8 @@ class ServedStream:
             return Refused(fault)
         if declared.shows is Shows.MEMBERSHIP and not self._server.room.book.is_member(self.peer.text):
             return Refused(f"{method.name.full} is for members, which have helped to make a step")
+        if (why := self._server.unproven.objection(trio.current_time(), self.user)) is not None:
+            return Overloaded(f"too many calls showed a proof that does not hold: {why}", _UNPROVEN_S)
         if len(self._calls) >= RPC_CALLS_PER_STREAM:
             return Overloaded(f"{len(self._calls)} calls of yours are running", method.load.retry_after_s())
         return None
@@ -350,7 +372,7 @@ class ServedStream:
         if not message.headers:
             return True
         try:
-            frames = await self._inbound.frames(message, call.deadline, patient=call.in_round)
+            frames = await self._inbound.frames(message, call.deadline, None, call.in_round)
         except (Overloaded, TooSlow) as error:
             call.cancel(error)
             await self._inbound.skip()

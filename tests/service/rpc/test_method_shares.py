@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 import trio
@@ -14,8 +15,11 @@ from trio.testing import MockClock
 
 from peerd.core.errors import LocalError, Overloaded, Refused, RemoteError
 from peerd.core.frame import TensorFrame
+from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S
-from peerd.core.messages.encoding import Empty
+from peerd.core.messages.encoding import Empty, encode
+from peerd.machine.budget.book import BOUNDS, Bounds, Means, shared_out
+from peerd.machine.rpc import codec as wire
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.service.rpc.rpc import Answer, Incoming
@@ -184,9 +188,6 @@ async def test_who_does_not_read_its_answer_gives_way_before_its_time_is_over(au
 
 
 def _request(name: bytes) -> bytes:
-    from peerd.core.messages.encoding import encode
-    from peerd.machine.rpc import codec as wire
-
     return wire.encode_call(wire.REQUEST, 1, name, 3600.0, encode(Text("")))
 
 
@@ -220,3 +221,36 @@ async def test_too_many_rows_are_refused_by_the_frames_header(autojump_clock: Mo
             else:
                 with pytest.raises(Refused, match="a frame of 5 samples; allowed: 4"):
                     await call
+
+
+async def test_calls_whose_proofs_do_not_hold_count_against_who_makes_them(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(cast(dict[Means, Bounds], BOUNDS), Means.UNPROVEN, shared_out(32, 4))
+    looked_at = 0
+
+    def objection(peer: PeerId, body: Text) -> RemoteError | None:
+        nonlocal looked_at
+        looked_at += 1
+        return Refused("it is not signed").as_unproven() if body.text == "forged" else None
+
+    async with scene(declared(calls=PLACES)) as s:
+        s.served.rpc.serve("t/1/proven", Text, echo, declared=declared(shows=Shows.GRANT), objection=objection)
+
+        async def failure(stack: PeerStack, text: str = "forged") -> str:
+            try:
+                await stack.rpc.call(s.served.host.id, "t/1/proven", Text(text), Text, timeout_s=9)
+            except RemoteError as error:
+                return type(error).__name__
+            return ""
+
+        forgers = [await s.caller(f"forger {number}", "203.0.113.5") for number in range(3)]
+        assert [await failure(forgers[0]) for _ in range(8)] == ["Refused"] * 4 + ["Overloaded"] * 4
+        assert [await failure(forgers[1]) for _ in range(8)] == ["Refused"] * 4 + ["Overloaded"] * 4
+        assert [await failure(forgers[2]) for _ in range(8)] == ["Overloaded"] * 8  # of this address enough have come
+        assert looked_at == 8
+        assert await failure(await s.caller("honest", "192.0.2.1"), "good") == ""
+        assert caplog.text.count("shows proofs that do not hold") == 2
+        await trio.sleep(61)
+        assert await failure(forgers[0], "good") == ""
+        s.served.host.book.check()
