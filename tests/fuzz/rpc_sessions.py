@@ -1,14 +1,14 @@
 """Sessions of calls with a hostile caller: it speaks correctly up to a random point, and then says anything.
 
-Over fake hosts under a virtual clock. A session follows from its seed alone. After each, an honest caller is answered,
-and nothing is left behind: no call, no byte in the book, no fault of ours.
+Half of the callers are members. Over fake hosts under a virtual clock. A session follows from its seed alone. After
+each, an honest caller is answered, and nothing is left behind: no call, no byte in the book, no fault of ours.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import trio
@@ -19,6 +19,7 @@ from peerd.core.limits import RPC_BUDGET_WAIT_S
 from peerd.core.messages.encoding import Empty, encode
 from peerd.machine.budget.book import BOUNDS, Book, Bounds, Means
 from peerd.machine.rpc import codec as wire
+from peerd.machine.rpc.declaration import Shows
 from peerd.service.rpc.loopback import LocalStream
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
 from tests.kit.declared import declared
@@ -56,6 +57,7 @@ async def _stream_on(call: Incoming[Text], parts: CallStream) -> None:
 def _serve(rpc: Rpc) -> None:
     for name, handler in (("echo", echo), ("large", _large), ("give", _give), ("wait", _wait)):
         rpc.serve(f"t/1/{name}", Text, handler, declared=_LARGE)
+    rpc.serve("t/1/granted", Text, echo, declared=replace(_LARGE, shows=Shows.GRANT), objection=lambda peer, body: None)
     for name, talker in (("repeat", repeat), ("on", _stream_on)):
         rpc.serve_stream(f"t/1/{name}", Text, talker, declared=_LARGE)
 
@@ -84,7 +86,7 @@ class Hostile:
             *(self._speak, self._flood, self._cancel, self._read, self._pause),
         ]
         if not self.correct:
-            acts += [self._mutate, self._half, self._finish, self._reset]
+            acts += [self._mutate, self._half, self._unfinished, self._finish, self._reset]
         try:
             with trio.move_on_after(self.rng.choice((0.01, 1.0, 100.0))):
                 await self.rng.choice(acts)(stream, number)
@@ -126,6 +128,17 @@ class Hostile:
         data = self._message(number)
         await stream.send(data[: self.rng.randrange(len(data))])
 
+    async def _unfinished(self, stream: LocalStream, number: int) -> None:
+        """All but the end of a large message, on a stream of its own: nothing else can follow."""
+        payload = bytes(self.rng.choice((5000, 1 << 20, 4 << 20)))
+        headers, _ = wire.encode_frames([TensorFrame("uint8", (len(payload),), payload)])
+        name, body = self.rng.choice((b"echo", b"granted")), encode(Text(""))
+        other = await self.host.open_stream(self.served.id, "/peerd/t/1")
+        self.streams.append(other)
+        self.last_ids.append(1)
+        self.last_names.append(name)
+        await other.send(wire.encode_call(wire.REQUEST, 1, name, 3600.0, body, headers, 1) + payload[1:])
+
     async def _flood(self, stream: LocalStream, number: int) -> None:
         for _ in range(self.rng.choice((10, 100))):
             await stream.send(self._message(number))
@@ -160,6 +173,8 @@ async def session(seed: int) -> None:
         await net.nursery.start(rpc.run)
         await net.nursery.start(honest.run)
         hostile = Hostile(net.host("hostile"), served, rng)
+        if rng.random() < 0.5:  # members are not trusted more
+            served.book.members_by(lambda peer: peer == hostile.host.id.text)
         correct = rng.randrange(_STEPS)
         for number in range(rng.randrange(1, _STEPS)):
             hostile.correct = number < correct

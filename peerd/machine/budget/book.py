@@ -115,7 +115,7 @@ class Use:
     region: tuple[str, int]
 
 
-class Account:
+class ShareAccount:
     """One resource: how much each user has. `Book` has one of each means, and each crowded method one of its calls."""
 
     def __init__(self, bounds: Bounds) -> None:
@@ -167,7 +167,7 @@ class Book:
     """See the module's header. One for a host; all that share something out ask it."""
 
     def __init__(self, bounds: Mapping[Means, Bounds] | None = None) -> None:
-        self._accounts = {means: Account(bound) for means, bound in (bounds or BOUNDS).items()}
+        self._accounts = {means: ShareAccount(bound) for means, bound in (bounds or BOUNDS).items()}
         self._members: list[Callable[[], Callable[[str], bool] | None]] = []
 
     def members_by(self, knows: Callable[[str], bool]) -> None:

@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.limits import RPC_NAME_BYTES, RPC_PENDING
-from peerd.machine.budget.book import Account, User
+from peerd.machine.budget.book import ShareAccount, User
 from peerd.machine.rpc.declaration import Declaration
 
 _METHOD = re.compile(r"([a-z][a-z0-9_-]{0,31})/([1-9][0-9]{0,3})/([a-z][a-z0-9_-]*)")
@@ -73,7 +73,7 @@ class MethodLoad:
         self.by_user: dict[User, int] = {}
         self._share = declared.share
         self._calm = min(self._share.peer, self._share.place)
-        self._account: Account | None = None  # while it is crowded
+        self._account: ShareAccount | None = None  # while it is crowded
 
     def enter(self, user: User, is_member: Callable[[str], bool]) -> Crowd | None:
         """Count one more call of `user`; or return the share that leaves no place for it."""
@@ -105,9 +105,9 @@ class MethodLoad:
             else:
                 self._account.add(user, -1)
 
-    def _counted(self) -> Account:
+    def _counted(self) -> ShareAccount:
         """An account of the calls that run."""
-        account = self._account = Account(self._share)
+        account = self._account = ShareAccount(self._share)
         for user, count in self.by_user.items():
             account.add(user, count)
         return account

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.errors import LocalError, ProtocolViolation
-from peerd.machine.budget.book import EVERYBODY, Account, User
+from peerd.machine.budget.book import EVERYBODY, ShareAccount, User
 from peerd.machine.rpc.accounting import Crowd, MethodLoad, PendingCalls, method_name
 from tests.kit.declared import declared
 
@@ -96,7 +96,7 @@ def test_shares_hold_whatever_comes_and_goes(moves: list[tuple[int, bool]], call
     for number, comes in moves:
         one = users[number]
         if comes:
-            whole = Account(load.declared.share)
+            whole = ShareAccount(load.declared.share)
             for other in running:
                 whole.add(other, 1)
             full = whole.objection(one, 1, member(one.peer))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,12 +15,11 @@ import trio.testing
 from peerd.core.errors import LocalError, Overloaded, Refused, RemoteError, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S, RPC_STEP_BYTES
+from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STEP_BYTES
 from peerd.core.messages.encoding import Empty, encode
 from peerd.machine.budget.book import BOUNDS, Book, Bounds, Means
 from peerd.machine.rpc import codec as wire
 from peerd.machine.rpc.accounting import MethodName
-from peerd.machine.rpc.declaration import Shows
 from peerd.service.rpc.channel import Channel
 from peerd.service.rpc.loopback import LocalStream, local_pair
 from peerd.service.rpc.outbox import Outbox
@@ -33,7 +32,6 @@ from tests.worlds.machines.rpc_cases import BIG, Held, Text, echo
 Clock = trio.testing.MockClock
 MB = 1 << 20
 LARGE = declared(body_bytes=MB, frames=2, frame_bytes=256 * MB)
-GRANTED = replace(LARGE, shows=Shows.GRANT)
 SOME = encode(Text("x" * (64 << 10)))
 
 
@@ -180,27 +178,6 @@ async def test_large_answers_to_one_caller_all_come_however_little_room_there_is
         assert given == 16 * MB
 
 
-async def test_who_does_not_take_an_answers_frames_loses_its_stream_but_not_in_the_round_under_way(
-    autojump_clock: Clock,
-) -> None:
-    """A member, too, unless its call has shown that it belongs to the round."""
-    async with scene() as s:
-
-        async def give(incoming: Incoming[Text]) -> Answer[Empty]:
-            return Answer(Empty(), (BIG,))
-
-        s.rpc.serve("t/1/give", Text, give, declared=ANY)
-        s.book.members_by(lambda peer: peer == s.net.host("member").id.text)
-        s.rpc.serve("t/1/granted", Text, give, declared=GRANTED, objection=lambda peer, body: None)
-        streams = {name: await s.stream(name) for name in ("stranger", "member", "granted")}
-        for name, stream in streams.items():
-            await stream.send(call(1, "granted" if name == "granted" else "give"))
-        await trio.sleep(RPC_MESSAGE_S + MB / RPC_LEAST_BYTES_PER_S + 1)
-        closed = {name: stream.closed for name, stream in streams.items()}
-        assert closed == {"stranger": True, "member": True, "granted": False}
-        assert s.used() == {Means.CALLS: 1}
-
-
 @pytest.mark.slow
 async def test_half_requests_are_bounded_and_have_their_time(autojump_clock: Clock) -> None:
     async with scene(RECEIVING=8 * MB) as s:
@@ -322,33 +299,6 @@ async def test_what_is_announced_takes_no_room_and_an_honest_callers_frames_come
         assert s.used()[Means.RECEIVING] == 2 * RPC_STEP_BYTES
         answer = await ask(await s.honest(), s.host.id, frames=[BIG])
         assert bytes(answer.frames[0].payload) == BIG.payload
-
-
-async def test_frames_that_stall_are_given_up_long_before_their_deadline_but_not_in_the_round_under_way(
-    autojump_clock: Clock,
-) -> None:
-    """A member's too, unless its call has shown that it belongs to the round."""
-    async with scene() as s:
-        s.rpc.serve("t/1/granted", Text, echo, declared=GRANTED, objection=lambda peer, body: None)
-        s.book.members_by(lambda peer: peer == s.net.host("member").id.text)
-        streams = {name: await s.stream(name) for name in ("member", "stranger", "slow", "granted")}
-        for name, stream in streams.items():
-            await stream.send(call(1, "granted" if name == "granted" else "echo", frames=1) + bytes(100))
-
-        async def trickle() -> None:
-            while True:
-                await streams["slow"].send(bytes(RPC_LEAST_BYTES_PER_S))
-                await trio.sleep(1)
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(trickle)
-            await trio.sleep(RPC_STALL_S + RPC_STEP_BYTES / RPC_LEAST_BYTES_PER_S + 1)
-            for name in ("stranger", "member"):
-                call_id, why = await error_of(streams[name])
-                assert (call_id, "too slowly" in why) == (1, True)
-            await trio.sleep(200)
-            assert s.used()[Means.CALLS] == 2
-            nursery.cancel_scope.cancel()
 
 
 async def test_strangers_leave_room_for_members(autojump_clock: Clock) -> None:
