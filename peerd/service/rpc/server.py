@@ -1,10 +1,11 @@
 """Serving calls: reads requests from incoming streams and starts their handlers.
 
 The gate, if there is one, is asked when a stream opens, and again at each call: of a caller that may use none of a
-service's methods nothing but the heads of messages is read. Gate and limits are asked before payloads are received. A
-handler is cancelled when its caller cancels, resets the stream or is lost, and fails its own call only. A peer that
+service's methods nothing but the heads of messages is read. Gate and declaration are asked before payloads come in.
+A handler is cancelled when its caller cancels, resets the stream or is lost, and fails its own call only. A peer that
 breaks the grammar loses the whole stream: ProtocolViolation leaves `serve`, and the host's supervisor logs it and
-resets.
+resets. Where a call finds no place in its method, one whose caller has not moved for long gives way. Calls whose proofs
+do not hold are counted against their caller (`machine/budget/unproven`).
 
 What is bounded, beside each method's own bounds, in the host's book: calls that run; bytes of messages, from their
 arrival to the end of their call; unread answers (above RPC_OUTBOX_BYTES the stream is not read on, and whose caller has
