@@ -68,11 +68,12 @@ class Methods(NamedTuple):
 STATE = Methods("state/1/manifest", "state/1/digests", "state/1/piece", "state/1/release", ahead=1)
 KEPT = Methods("kept/1/manifest", "kept/1/digests", "kept/1/piece", "kept/1/release", ahead=0)
 # A state and a total may be asked for at once. A copy of the state is kept for all callers together (STATE_COPIES).
+# Beside those that wait for a step (STATE_MEETING), strangers find places for questions that are answered at once.
 _SMALL: Final = Declaration(
-    shows=Shows.NOTHING, rows=None, memory_bytes=0, device_s=0.0, calls_per_peer=4, calls=STATE_GIVEN
+    shows=Shows.NOTHING, rows=None, memory_bytes=0, device_s=0.0, calls_per_peer=4, calls=2 * STATE_GIVEN
 )
 _FREEZING: Final = replace(_SMALL, memory_bytes=Needs.STATE)
-_PIECE: Final = replace(_SMALL, memory_bytes=STATE_PIECE_BYTES, calls_per_peer=STATE_GIVEN_PER_PEER)
+_PIECE: Final = replace(_SMALL, memory_bytes=STATE_PIECE_BYTES, calls_per_peer=STATE_GIVEN_PER_PEER, calls=STATE_GIVEN)
 DECLARED: Final = {
     name: declared
     for methods in (STATE, KEPT)
