@@ -5,7 +5,7 @@ A decoder raises `ProtocolViolation`; the driver that knows the peer calls `blam
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Self
 
 from peerd.core.ids import PeerId
 
@@ -38,11 +38,21 @@ class NoMemory(PeerdError):
 
 
 class RemoteError(PeerdError):
-    """A peer failed us. `peer` is None until the driver that knows it fills it in."""
+    """A peer failed us. `peer` is None until the driver that knows it fills it in.
+
+    `unproven`: a call showed a proof that does not hold, which took a signature check; it counts against the caller.
+    """
+
+    unproven = False
 
     def __init__(self, message: str, peer: PeerId | None = None) -> None:
         super().__init__(message)
         self.peer = peer
+
+    def as_unproven(self) -> Self:
+        """The error of a call whose proof does not hold; returns self."""
+        self.unproven = True
+        return self
 
     def blame(self, peer: PeerId) -> RemoteError:
         """Name the peer at fault; returns self, so that `raise error.blame(peer)` reads well."""

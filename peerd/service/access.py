@@ -31,7 +31,8 @@ from peerd.core.messages.encoding import Message
 from peerd.core.messages.token import NO_TOKEN, RevokedData, TokenData, revoked_key
 from peerd.core.run.runfile import RunFile
 from peerd.machine.access.members import FREE, OPEN, Roll
-from peerd.machine.rpc.accounting import MethodLimits, MethodName
+from peerd.machine.rpc.accounting import MethodName
+from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.net.host.host import Host, PeerDown
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.inbound import renewed
@@ -41,6 +42,11 @@ from peerd.service.rpc.types import Answer, Incoming
 _log = logging.getLogger("peerd.access")
 
 _PRESENT: Final = "access/1/present"
+DECLARED: Final = {
+    _PRESENT: Declaration(
+        shows=Shows.NOTHING, rows=None, memory_bytes=0, device_s=0.0, body_bytes=16 << 10, calls_per_peer=4
+    )
+}
 REFRESH_S: Final = 20.0  # how soon a revocation reaches a peer that nobody calls
 _SHOW_S: Final = 10.0  # for one exchange of tokens
 _AGAIN_S: Final = 5.0  # a peer that refused us, or that we refused, is asked no sooner
@@ -123,8 +129,7 @@ class Access:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Show tokens, keep lists, and forget peers that have gone, until cancelled."""
-        small = MethodLimits(body_bytes=16 << 10, calls_per_peer=4)
-        self._rpc.serve(_PRESENT, Present, self._answer, limits=small)
+        self._rpc.serve(_PRESENT, Present, self._answer, declared=DECLARED[_PRESENT])
         try:
             async with trio.open_nursery() as nursery:
                 with self._host.watch() as events:

@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Final
 
 import trio
 
 from peerd.core.errors import Refused
 from peerd.core.messages.run_link import METHOD, SERVICE, JoinLink, RunFileAsked, RunFileTold
-from peerd.machine.rpc.accounting import MethodLimits
+from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.service.peer_stack import PeerStack
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.rpc.types import Answer, Incoming
 
-_LIMITS = MethodLimits(body_bytes=256, calls_per_peer=2, calls=64, deadline_s=10.0)
+DECLARED: Final = {
+    METHOD: Declaration(
+        shows=Shows.NOTHING,
+        rows=None,
+        memory_bytes=0,
+        device_s=0.0,
+        body_bytes=256,
+        calls_per_peer=2,
+        calls=64,
+        deadline_s=10.0,
+    )
+}
 
 
 class RunOffer:
@@ -28,7 +40,7 @@ class RunOffer:
         self._rpc, self._run, self._told = rpc, run, told
 
     def open(self) -> None:
-        self._rpc.serve(METHOD, RunFileAsked, self._answer, limits=_LIMITS)
+        self._rpc.serve(METHOD, RunFileAsked, self._answer, declared=DECLARED[METHOD])
 
     def close(self) -> None:
         self._rpc.unserve(SERVICE)

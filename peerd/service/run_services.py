@@ -100,7 +100,7 @@ class RunServices:
         host.book.members_by(self.serves)  # in runs with tokens, too: a peer that serves has shown one
 
     def serves(self, peer: str) -> bool:
-        """True when the conductor that we follow has named this peer as one that serves."""
+        """True when the conductor that we follow names this peer as one that serves and has helped to make a step."""
         return self.following.serves(peer)
 
     async def compare_settings(self, corpus: Mapping[str, str] | None = None) -> None:

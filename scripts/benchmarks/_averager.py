@@ -27,6 +27,7 @@ from peerd.net.host.host import Host
 from peerd.net.host.line_meter import LineMeter
 from peerd.service.averaging.allreduce import Averaging
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from tests.kit.declared import ANY
 
 if TYPE_CHECKING:
     from peerd.compute.codec.error_feedback import ErrorFeedback
@@ -83,7 +84,7 @@ class Averager:
 
     def __init__(self, host: Host, rpc: Rpc, gloo: Gloo | None) -> None:
         self._host, self._rpc, self._gloo = host, rpc, gloo
-        rpc.serve(ORDER, Prepare, self.prepare)
+        rpc.serve(ORDER, Prepare, self.prepare, declared=ANY)
         self._averaging = Averaging(rpc, host.id, host.pace)
         self._worker: Worker = ThreadWorker()
         self._group: tuple[str, ...] = ()

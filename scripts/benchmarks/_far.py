@@ -25,6 +25,7 @@ from peerd.net.link.stream import Stream
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.service.rpc.rpc import Answer, Incoming
+from tests.kit.declared import ANY
 
 READ_BYTES = 1 << 18  # what every receiver asks the socket for at once
 FRAME_BYTES = 65535  # a Noise frame without its two bytes of length
@@ -116,7 +117,7 @@ async def main() -> None:
     stack.host.handle(ECHO, peerd_echo)
     async with trio.open_nursery() as nursery:
         await nursery.start(stack.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
-        stack.rpc.serve("bench/1/echo", Blob, answer)
+        stack.rpc.serve("bench/1/echo", Blob, answer, declared=ANY)
         ports = {"sink": raw_sink, "echo": raw_echo, "frames": frame_sink}
         places = {name: await listen(serve, nursery) for name, serve in ports.items()}
         print(json.dumps({**places, "peerd": str(stack.host.addrs()[0])}), flush=True)

@@ -26,6 +26,7 @@ from peerd.net.link.stream import Stream
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.peer_stack import peer_stack
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from tests.kit.declared import ANY
 
 CALL_BYTES = 100
 WRITE_BYTES = 1 << 20
@@ -67,7 +68,7 @@ async def peer(*listen: str) -> AsyncIterator[tuple[Host, Rpc]]:
     stack.host.handle(SINK, sink)
     async with trio.open_nursery() as nursery:
         await nursery.start(stack.run, [parse_addr(addr) for addr in listen])
-        stack.rpc.serve(CALL, Blob, echo)
+        stack.rpc.serve(CALL, Blob, echo, declared=ANY)
         yield stack.host, stack.rpc
         nursery.cancel_scope.cancel()
 

@@ -33,6 +33,7 @@ from peerd.net.clock import RealClock
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.peer_stack import peer_stack
 from peerd.service.rpc.rpc import Answer, Incoming
+from tests.kit.declared import ANY
 
 ECHO = "bench/1/echo"
 PAYLOAD_BYTES = 20_000
@@ -67,7 +68,7 @@ class Leaf:
             self._nursery = nursery
             bootstrap = [parse_addr(addr) for addr in known] if self._joins else None
             await nursery.start(self.stack.run, [parse_addr(listen)], bootstrap)
-            self.rpc.serve(ECHO, Blob, echo)
+            self.rpc.serve(ECHO, Blob, echo, declared=ANY)
             await nursery.start(self.ways.run)
             for addr in known:
                 await self.host.connect_addr(parse_addr(addr))

@@ -40,6 +40,7 @@ from peerd.core.messages.swarm import (
 from peerd.service.peer_stack import PeerStack
 from peerd.service.rpc.rpc import Answer, Incoming
 from scripts.hostile.field import FAR, Field, each
+from tests.kit.declared import ANY
 
 _MOST = (1 << 53) - 1
 _START = Position(0, b"")
@@ -90,7 +91,7 @@ async def c3_a_term(there: Field) -> None:
         async def conducts(_: Incoming[WhoConducts]) -> Answer[Conducts]:
             return Answer(Conducts(_MOST))
 
-        peer.rpc.serve("swarm/4/who", WhoConducts, conducts)
+        peer.rpc.serve("swarm/4/who", WhoConducts, conducts, declared=ANY)
         await announce(there, peer, 0, 10)
         for term in (_MOST, _MOST - 1, there.rng.randint(2, 10_000), 1 << 40):
             await tell_all(there, peer, "swarm/4/trainer", wishes(there, term=term), TrainerAnswer)
@@ -125,8 +126,8 @@ async def h1_accuses(there: Field) -> None:
         async def move(_: Incoming[Commit]) -> Answer[Moved]:
             return Answer(Moved(at))
 
-        peer.rpc.serve("stage/4/prepare", Prepare, prepare)
-        peer.rpc.serve("stage/4/commit", Commit, move)
+        peer.rpc.serve("stage/4/prepare", Prepare, prepare, declared=ANY)
+        peer.rpc.serve("stage/4/commit", Commit, move, declared=ANY)
         addrs = [str(addr) for addr in peer.host.addrs()]
         with trio.move_on_after(there.rng.uniform(6, 12)):
             while True:
@@ -150,7 +151,7 @@ async def h1_helper_accuses(there: Field) -> None:
             there.done("h1 helper was asked to sum")
             return Answer(Prepared(False, Mbs(), [*call.body.group, *there_names(there)]))
 
-        peer.rpc.serve("stage/4/prepare", Prepare, prepare)
+        peer.rpc.serve("stage/4/prepare", Prepare, prepare, declared=ANY)
         line = LineInfo("aux", 1e9, 1e9)
         addrs = [str(addr) for addr in peer.host.addrs()]
         report = hello(there, 5, stage, _START, line=line, addrs=addrs, held=None)

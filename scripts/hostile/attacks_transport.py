@@ -12,7 +12,9 @@ from peerd.core.errors import PeerdError
 from peerd.core.ids import Key
 from peerd.core.limits import HELD_PIECES
 from peerd.core.messages.encoding import encode
-from peerd.core.messages.swarm import StageBackward
+from peerd.core.messages.network import NetworkMapAsk
+from peerd.core.messages.run_link import RunFileAsked
+from peerd.core.messages.swarm import StageBackward, StateRequest
 from peerd.machine.mux.striping import PLACED, PLACED_HEADER
 from peerd.machine.rpc.codec import REQUEST, encode_call
 from peerd.service.dht.codec import FindMessage, PingMessage
@@ -135,6 +137,33 @@ async def h5_all_places(there: Field) -> None:
             for _ in range(150):
                 nursery.start_soon(hold)
                 await trio.sleep(0.01)
+
+
+async def h5_method_places(there: Field) -> None:
+    """Identities of one address that take the places of methods with few, and read no answer."""
+    target = there.target()
+    stage = there.rng.randrange(there.run.pipeline.stages)
+    asks = [
+        ("/peerd/state/1", b"manifest", encode(StateRequest(there.fingerprint, stage))),
+        ("/peerd/kept/1", b"manifest", encode(StateRequest(there.fingerprint, stage))),
+        ("/peerd/network/1", b"map", encode(NetworkMapAsk(there.fingerprint))),
+        ("/peerd/run/1", b"file", encode(RunFileAsked(there.run.run))),
+    ]
+
+    async def hold() -> None:
+        try:
+            async with session(there, target, reads=False) as mine:
+                for protocol, name, body in asks:
+                    calls = b"".join(encode_call(REQUEST, number, name, 3600.0, body) for number in range(1, 17))
+                    await mine.send(opening(mine.stream(), protocol, calls))
+                await mine.ended.wait()
+        except* (PeerdError, trio.BrokenResourceError, trio.ClosedResourceError, OSError):
+            there.done("h5 turned away")
+
+    with trio.move_on_after(there.rng.uniform(5, 15)):
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):
+                nursery.start_soon(hold)
 
 
 def numbers(mine: Session, count: int) -> list[int]:

@@ -22,6 +22,7 @@ from tests.fuzz.goods import SELF
 from tests.fuzz.service_points import ask
 from tests.fuzz.session_points import entered
 from tests.fuzz.sessions import HOST, NETWORK, Point, ServiceStage, Stage, attacked, point
+from tests.kit.declared import ANY
 from tests.worlds.network.hostile import Hostile
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts
 from tests.worlds.network.members import ORGANIZER, STRANGER, Papers, revoked, run_file, token
@@ -69,7 +70,7 @@ async def _start(hosts: Hosts, name: str) -> tuple[Host, Rpc]:
         return Answer(Empty())
 
     for method in ("other/1/ask", "stage/4/forward", "swarm/4/member"):
-        rpc.serve(method, Empty, answer)
+        rpc.serve(method, Empty, answer, declared=ANY)
     for part in (rpc, access):
         await hosts.nursery.start(part.run)
     await hosts.nursery.start(dht.run, [])

@@ -1,14 +1,14 @@
 """Sessions of calls with a hostile caller: it speaks correctly up to a random point, and then says anything.
 
-Over fake hosts under a virtual clock. A session follows from its seed alone. After each, an honest caller is answered,
-and nothing is left behind: no call, no byte in the book, no fault of ours.
+Half of the callers are members. Over fake hosts under a virtual clock. A session follows from its seed alone. After
+each, an honest caller is answered, and nothing is left behind: no call, no byte in the book, no fault of ours.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import trio
@@ -19,14 +19,15 @@ from peerd.core.limits import RPC_BUDGET_WAIT_S
 from peerd.core.messages.encoding import Empty, encode
 from peerd.machine.budget.book import BOUNDS, Book, Bounds, Means
 from peerd.machine.rpc import codec as wire
-from peerd.machine.rpc.accounting import MethodLimits
+from peerd.machine.rpc.declaration import Shows
 from peerd.service.rpc.loopback import LocalStream
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
+from tests.kit.declared import declared
 from tests.worlds.machines.fakehost import FakeHost, TrioClock, fake_net
 from tests.worlds.machines.rpc_cases import Text, echo, repeat
 
 _STEPS: Final = 16  # of one session, at most
-_LARGE: Final = MethodLimits(body_bytes=256 << 10, frames=4, frame_bytes=4 << 20, calls_per_peer=32)
+_LARGE: Final = declared(body_bytes=256 << 10, frames=4, frame_bytes=4 << 20, calls_per_peer=32)
 _LITTLE: Final = Bounds(total=2 << 20, peer=1 << 20, place=1 << 20, region=1 << 20, reserved=1 << 19)
 _END_S: Final = 4000.0  # the longest that a caller may ask for, and what a stalled message may take
 
@@ -55,9 +56,10 @@ async def _stream_on(call: Incoming[Text], parts: CallStream) -> None:
 
 def _serve(rpc: Rpc) -> None:
     for name, handler in (("echo", echo), ("large", _large), ("give", _give), ("wait", _wait)):
-        rpc.serve(f"t/1/{name}", Text, handler, limits=_LARGE)
+        rpc.serve(f"t/1/{name}", Text, handler, declared=_LARGE)
+    rpc.serve("t/1/granted", Text, echo, declared=replace(_LARGE, shows=Shows.GRANT), objection=lambda peer, body: None)
     for name, talker in (("repeat", repeat), ("on", _stream_on)):
-        rpc.serve_stream(f"t/1/{name}", Text, talker, limits=_LARGE)
+        rpc.serve_stream(f"t/1/{name}", Text, talker, declared=_LARGE)
 
 
 @dataclass
@@ -84,7 +86,7 @@ class Hostile:
             *(self._speak, self._flood, self._cancel, self._read, self._pause),
         ]
         if not self.correct:
-            acts += [self._mutate, self._half, self._finish, self._reset]
+            acts += [self._mutate, self._half, self._unfinished, self._finish, self._reset]
         try:
             with trio.move_on_after(self.rng.choice((0.01, 1.0, 100.0))):
                 await self.rng.choice(acts)(stream, number)
@@ -126,6 +128,17 @@ class Hostile:
         data = self._message(number)
         await stream.send(data[: self.rng.randrange(len(data))])
 
+    async def _unfinished(self, stream: LocalStream, number: int) -> None:
+        """All but the end of a large message, on a stream of its own: nothing else can follow."""
+        payload = bytes(self.rng.choice((5000, 1 << 20, 4 << 20)))
+        headers, _ = wire.encode_frames([TensorFrame("uint8", (len(payload),), payload)])
+        name, body = self.rng.choice((b"echo", b"granted")), encode(Text(""))
+        other = await self.host.open_stream(self.served.id, "/peerd/t/1")
+        self.streams.append(other)
+        self.last_ids.append(1)
+        self.last_names.append(name)
+        await other.send(wire.encode_call(wire.REQUEST, 1, name, 3600.0, body, headers, 1) + payload[1:])
+
     async def _flood(self, stream: LocalStream, number: int) -> None:
         for _ in range(self.rng.choice((10, 100))):
             await stream.send(self._message(number))
@@ -160,6 +173,8 @@ async def session(seed: int) -> None:
         await net.nursery.start(rpc.run)
         await net.nursery.start(honest.run)
         hostile = Hostile(net.host("hostile"), served, rng)
+        if rng.random() < 0.5:  # members are not trusted more
+            served.book.members_by(lambda peer: peer == hostile.host.id.text)
         correct = rng.randrange(_STEPS)
         for number in range(rng.randrange(1, _STEPS)):
             hostile.correct = number < correct

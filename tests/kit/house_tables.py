@@ -61,6 +61,7 @@ PACKAGES = {
     "machine/pipeline": {"machine/rate"},
     "machine/positions": {"machine/swarm"},
     "machine/rebalance": {"machine/rate", "machine/swarm"},
+    "machine/rpc": {"machine/budget"},
     "machine/secure": {"machine"},
     "machine/state": {"machine/rate"},
     "machine/swarm": {"machine/averaging"},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from peerd.core.frame import TensorFrame
 from peerd.core.messages.handover import Broken, Hop, Pass, Passed
 from peerd.core.messages.proof import receipt
 from peerd.core.messages.swarm import Mb
+from peerd.machine.budget.book import BOUNDS, Bounds, Means, shared_out
 from peerd.service.rpc.inbound import Inbound
 from peerd.service.rpc.rpc import Answer, Incoming
 from tests.worlds.network.hosts import keypair
@@ -80,6 +81,34 @@ def test_what_its_trainer_did_not_sign_is_refused_before_its_frames_are_received
         assert [hop.peer for hop in answer.body.hops] == list(map(text, ROUTE))
         assert received
         assert [s.held(name) for name in ROUTE] == [[(text("trainer"), 5)]] * 3
+
+    in_scene(tmp_path, main)
+
+
+def test_a_forged_grant_beside_a_good_ticket_counts_against_who_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cast(dict[Means, Bounds], BOUNDS), Means.UNPROVEN, shared_out(32, 4))
+
+    async def main(s: HandScene) -> None:
+        await s.join("trainer")
+        await s.join("liar")
+        inputs = [tokens(5), tokens(1005)]
+
+        async def shown(number: int) -> str:
+            body = s.body(0, "liar", s.ticket("liar", 5, *ROUTE), grant=s.granted("liar", 5, 100 + number, by="liar"))
+            with pytest.raises(Overloaded) as caught:
+                await s.call("liar", "a0", body, inputs)
+            return str(caught.value.args[0])
+
+        book = s.peers["a0"].host.book
+        for number in (0, 0, 0, 1, 2, 3):  # one that is shown again is known, and costs nothing
+            assert "not of a conductor" in await shown(number)
+        assert book.used(Means.UNPROVEN) == 4
+        assert "showed a proof that does not hold: this peer has 4" in await shown(4)
+        assert book.used(Means.UNPROVEN) == 4
+        answer = await s.call("trainer", "a0", s.body(0, "trainer", s.ticket("trainer", 5, *ROUTE)), inputs)
+        assert [hop.peer for hop in answer.body.hops] == list(map(text, ROUTE))
 
     in_scene(tmp_path, main)
 

@@ -12,7 +12,8 @@ from peerd.core.errors import Refused
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import AverageAlive, AverageKey, Mb, Prepared
 from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile
-from peerd.service.rpc.rpc import Answer, MethodLimits
+from peerd.service.rpc.rpc import Answer
+from tests.kit.declared import ANY, declared
 from tests.kit.exact import write_texts
 from tests.worlds.roles.stagescene import BATCH, Scene, digest
 from tests.worlds.roles.training import Peer, small_run, swarm
@@ -40,9 +41,9 @@ def hangs(peer: Peer) -> trio.Event:
         await trio.sleep_forever()
 
     rpc = peer.role._ctx.rpc
-    rpc.serve("average/1/alive", AverageKey, alive)
-    limits = MethodLimits(frames=1, frame_bytes=8 << 20)
-    rpc.serve_stream("average/1/parts", AverageKey, parts, limits=limits)
+    rpc.serve("average/1/alive", AverageKey, alive, declared=ANY)
+    limits = declared(frames=1, frame_bytes=8 << 20)
+    rpc.serve_stream("average/1/parts", AverageKey, parts, declared=limits)
     return met
 
 

@@ -11,6 +11,7 @@ from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import SimNet
+from tests.kit.declared import ANY
 from tests.worlds.network.hosts import keypair
 from tests.worlds.network.virtual import addr_of, running_net, transport
 
@@ -37,7 +38,7 @@ async def test_without_a_way_in_named_only_calls_are_served(autojump_clock: trio
 
     async with running_net() as net, trio.open_nursery() as nursery:
         a, b = stack(net, "a"), stack(net, "b")
-        a.rpc.serve("t/1/ask", Empty, answer)
+        a.rpc.serve("t/1/ask", Empty, answer, declared=ANY)
         await nursery.start(a.run, [addr_of(net, "a")])
         await nursery.start(b.run)
         peer = await b.host.connect_addr(a.host.addrs()[0])

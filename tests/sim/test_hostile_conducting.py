@@ -36,6 +36,7 @@ from peerd.sim.clock import run_virtual
 from peerd.sim.world import Node
 from roles.trainer import TrainerRole
 from tests.kit.amount import thorough
+from tests.kit.declared import ANY
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 pytestmark = pytest.mark.slow
@@ -79,15 +80,15 @@ class Hostile:
             await trio.lowlevel.checkpoint()
             return Answer(Conducts(term))
 
-        self.node.rpc.serve("swarm/4/who", WhoConducts, who)
+        self.node.rpc.serve("swarm/4/who", WhoConducts, who, declared=ANY)
 
     def refuses_all(self) -> None:
         async def refuse(call: Incoming[Any]) -> Answer[Any]:
             self.refused += 1
             raise Refused(f"{NOT_CONDUCTING}, somebody should")
 
-        self.node.rpc.serve("swarm/4/member", MemberSync, refuse)
-        self.node.rpc.serve("swarm/4/trainer", TrainerSync, refuse)
+        self.node.rpc.serve("swarm/4/member", MemberSync, refuse, declared=ANY)
+        self.node.rpc.serve("swarm/4/trainer", TrainerSync, refuse, declared=ANY)
 
 
 async def names_terms(hostile: Hostile) -> None:

@@ -35,12 +35,13 @@ class Sign(Protocol):
 
 def grant(sign: Sign, statement: GrantStatement) -> Grant:
     """The conductor's word that the statement holds."""
-    return Grant(statement.term, statement.step, statement.seqs, sign(_GRANT + encode(statement)))
+    signature = sign(_GRANT + encode(statement))
+    return Grant(statement.term, statement.step, statement.seqs, signature, statement.helped)
 
 
 def is_granted(conductor: PeerId, run: bytes, trainer: str, shown: Grant) -> bool:
     """True when `conductor` signed the grant `shown` for `trainer` in `run`."""
-    statement = GrantStatement(run, shown.term, shown.step, trainer, shown.seqs)
+    statement = GrantStatement(run, shown.term, shown.step, trainer, shown.seqs, shown.helped)
     return verify(conductor, _GRANT + encode(statement), shown.signature)
 
 

@@ -67,6 +67,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     step: StepNumber
     seqs: Seqs
     signature: Signature
+    helped: bool = False  # the trainer has helped to make a step: it is a member of the run
 
 
 class GrantStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -77,6 +78,7 @@ class GrantStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     step: StepNumber
     trainer: PeerText
     seqs: Seqs
+    helped: bool = False
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -115,7 +117,7 @@ class MemberInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     client: bool = False  # it can dial, and not be dialed
     since: Moment = 0.0  # when it joined its stage; 0 of a helper
     rate: WorkRateTold = 0.0  # microbatches a second, as far as batches bear it out; 0: not known
-    helped: bool = False  # to make a step, in the last of these
+    helped: bool = False  # its peer has helped to make a step: it is a member of the run
 
 
 class MemberNews(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -157,6 +157,10 @@ class Admission:
         known = self._trainers.get(trainer)
         return leash.strike(now, under_way, known is not None and known.turn_s > 0)
 
+    def has_helped(self, trainer: str) -> bool:
+        """True when it has helped to make a step."""
+        return trainer in self._proven
+
     def is_newcomer(self, trainer: str) -> bool:
         """True when it has not yet helped to make a step, while others here have."""
         return trainer not in self._proven and bool(self._seasoned)

@@ -1,9 +1,10 @@
 """The book: what each peer, address and network has of this host's means, and what each may have.
 
 Identities are free, addresses cost something, networks more: so every means is bounded by peer, by place (an IPv4
-address, an IPv6 /64) and by region (a /24, a /48), and a part of it is kept for members of the run. Members are bounded
-by peer alone, since a household or a laboratory may bring many; strangers by all three. Sans-IO: the caller says which
-user takes what, and gives it back. Invariants (`check`): no bound is exceeded; what is given back was taken; no user
+address, an IPv6 /64) and by region (a /24, a /48), and a part of it is kept for members of the run. Strangers are
+bounded by all three, members by peer and by place: those of one place may have half, for a household or a laboratory
+may bring many, and one machine can be any number of identities. Sans-IO: the caller says which user takes what, and
+gives it back. Invariants (`check`): no bound is exceeded; what is given back was taken; no user
 that has nothing is remembered. Hostile input: any number of identities at any number of places; the table of each means
 is as long as its users are many, and each has at least one unit of what is bounded in all.
 """
@@ -39,6 +40,7 @@ class Means(StrEnum):
     LINKS = "connections"
     DIRECTORY = "bytes in the directory"
     DIALS = "dials for others in a minute"
+    UNPROVEN = "calls with a false proof in a minute"
 
 
 class User(NamedTuple):
@@ -51,7 +53,10 @@ class User(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Limits of one resource: in total, of one peer, and, for strangers, of one place and region."""
+    """Limits of one resource: in total, of one peer, and, for strangers, of one place and region.
+
+    Members of one place have the room that strangers of one region have.
+    """
 
     total: int
     peer: int
@@ -65,7 +70,8 @@ def shared_out(total: int, peer: int, *, kept: bool = True) -> Bounds:
 
     `kept`: False where everybody may use all of it.
     """
-    return Bounds(total=total, peer=peer, place=total // 4, region=total // 2, reserved=total // 4 if kept else 0)
+    place, region = max(1, total // 4), max(1, total // 2)
+    return Bounds(total=total, peer=peer, place=place, region=region, reserved=total // 4 if kept else 0)
 
 
 BOUNDS: Final[Mapping[Means, Bounds]] = {
@@ -76,6 +82,7 @@ BOUNDS: Final[Mapping[Means, Bounds]] = {
     Means.LINKS: shared_out(limits.LINKS_INBOUND, limits.LINKS_PER_PEER),
     Means.DIRECTORY: shared_out(limits.DHT_STORED_BYTES, limits.DHT_BYTES_PER_PUBLISHER, kept=False),
     Means.DIALS: shared_out(limits.HEARSAY_PER_MINUTE, limits.HEARSAY_PER_MINUTE // 8),
+    Means.UNPROVEN: shared_out(limits.UNPROVEN_PER_MINUTE, limits.UNPROVEN_PER_MINUTE // 8),
 }
 
 
@@ -108,8 +115,8 @@ class Use:
     region: tuple[str, int]
 
 
-class _Account:
-    """One resource: how much each user has."""
+class ShareAccount:
+    """One resource: how much each user has. `Book` has one of each means, and each crowded method one of its calls."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
@@ -118,21 +125,28 @@ class _Account:
         self.sums: tuple[dict[str, int], dict[str, int], dict[str, int]] = {}, {}, {}  # by peer, place, region
 
     def objection(self, user: User, amount: int, member: bool) -> tuple[int, str] | None:
-        """The first bound that leaves no room (peer, place, region, everybody), and what is in use within it."""
+        """The first bound that leaves no room (0 peer, 1 place, REGION, EVERYBODY), and what is in use within it."""
         bounds, (peer, place, region) = self.bounds, (self.sums[n].get(name, 0) for n, name in enumerate(user))
         if user.peer and peer + amount > bounds.peer:
             return 0, f"this peer has {peer}"
-        if not member:
-            near = user.region.startswith(NEAR)
-            if place + amount > (bounds.region if near else bounds.place):
-                return 1, f"{user.place} has {place}"
-            if region + amount > bounds.region and not near:
-                return REGION, f"{user.region} has {region}"
+        near = user.region.startswith(NEAR)
+        if place + amount > self._of_place(near, member):
+            return 1, f"{user.place} has {place}"
+        if region + amount > bounds.region and not near and not member:
+            return REGION, f"{user.region} has {region}"
         if self.used + amount > bounds.total - (0 if member else bounds.reserved):
             return EVERYBODY, f"all together have {self.used}"
         return None
 
+    def _of_place(self, near: bool, member: bool) -> int:
+        """The most that one place may have: more for members, whatever strangers there have."""
+        bounds = self.bounds
+        if member:
+            return bounds.total - bounds.reserved if near else bounds.region
+        return bounds.region if near else bounds.place
+
     def add(self, user: User, amount: int) -> None:
+        """`user` has so much more, or less."""
         self.used += amount
         _add(self.by, user, amount)
         for table, name in zip(self.sums, user, strict=True):
@@ -153,7 +167,7 @@ class Book:
     """See the module's header. One for a host; all that share something out ask it."""
 
     def __init__(self, bounds: Mapping[Means, Bounds] | None = None) -> None:
-        self._accounts = {means: _Account(bound) for means, bound in (bounds or BOUNDS).items()}
+        self._accounts = {means: ShareAccount(bound) for means, bound in (bounds or BOUNDS).items()}
         self._members: list[Callable[[], Callable[[str], bool] | None]] = []
 
     def members_by(self, knows: Callable[[str], bool]) -> None:

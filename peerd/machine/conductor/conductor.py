@@ -166,7 +166,7 @@ class Conductor:
 
     def members(self) -> list[MemberInfo]:
         """Every living member, sorted by peer, and then the helpers."""
-        return self.roster.members(self.course.serves, self.search.established)
+        return self.roster.members(self.course.serves)
 
     def admitted(self, trainer: str, early: bool = False) -> list[int]:
         """The trainer's microbatches in this step's batch, or in the next one's."""
@@ -252,6 +252,7 @@ class Conductor:
         entry = self.roster.entries[peer]
         if self.course.commits:
             self.search.established.add(peer, entry.stage, position.step)
+            self.roster.note_helped(peer)
         self.roster.move(peer, position, stepped=self.course.commits)
 
     def _report(self, now: float, report: TrainerReport) -> None:

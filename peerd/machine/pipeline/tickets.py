@@ -52,7 +52,7 @@ class Tickets:
         if not is_peer_text(body.trainer) or not ticket.is_well_named:
             return Refused("the ticket names what is no peer id")
         is_signed = is_ticket_of(PeerId.parse(body.trainer), self._run, ticket)
-        return None if is_signed else Refused("the ticket is not signed by its trainer")
+        return None if is_signed else Refused("the ticket is not signed by its trainer").as_unproven()
 
     def begin(self, body: Pass) -> None:
         """Note an attempt that begins: it was found in order. Refused where a later one began while its frames came."""

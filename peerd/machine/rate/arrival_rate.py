@@ -46,6 +46,11 @@ class LineRates:
         arrivals.total_bytes += count
         return arrivals.total_bytes
 
+    def total_bytes(self, peer: PeerId) -> int:
+        """Payload bytes that have come from `peer`, until it was forgotten."""
+        arrivals = self._peers.get(peer)
+        return arrivals.total_bytes if arrivals is not None else 0
+
     def arrived(self, peer: PeerId, bytes_after_first: int, seconds: float) -> None:
         """A payload has come: so many bytes of `peer` in the time from its first piece to its last, first not counted.
 

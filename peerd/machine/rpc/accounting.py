@@ -1,51 +1,25 @@
-"""The books of calls, sans-IO: what a method may cost, how loaded it is, which calls wait.
+"""The books of calls, sans-IO: how loaded a method is, which calls wait.
 
-Nothing here reads a clock or a stream: `now` and `peer` are arguments. Everything is bounded by core/limits.
-A hostile peer may: call too often, answer calls that were never made. What it has us hold is in `machine/budget/book`.
+Nothing here reads a clock or a stream: `now` and `user` are arguments. Everything is bounded by core/limits and by the
+methods' declarations. A hostile peer may: call too often, under many identities, answer calls that were never made.
+What it has us hold is in `machine/budget/book`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from peerd.core.errors import LocalError, ProtocolViolation
-from peerd.core.ids import PeerId
-from peerd.core.limits import (
-    RPC_CALLS,
-    RPC_CALLS_PER_PEER,
-    RPC_DEADLINE_S,
-    RPC_DEFAULT_BODY_BYTES,
-    RPC_NAME_BYTES,
-    RPC_PENDING,
-)
+from peerd.core.limits import RPC_NAME_BYTES, RPC_PENDING
+from peerd.machine.budget.book import ShareAccount, User
+from peerd.machine.rpc.declaration import Declaration
 
 _METHOD = re.compile(r"([a-z][a-z0-9_-]{0,31})/([1-9][0-9]{0,3})/([a-z][a-z0-9_-]*)")
 E = TypeVar("E")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MethodLimits:
-    """Limits of one method on its callers; more is refused, or answered with Overloaded."""
-
-    body_bytes: int = RPC_DEFAULT_BODY_BYTES  # of a request or part
-    frames: int = 0  # of a request or part
-    frame_bytes: int = 0  # payloads of these frames together
-    calls_per_peer: int = RPC_CALLS_PER_PEER  # at once
-    calls: int = RPC_CALLS  # at once, all peers together
-    deadline_s: float = RPC_DEADLINE_S  # callers that would wait longer are cut to this
-
-    def objection(self, body_bytes: int, frames: int, frame_bytes: int) -> str | None:
-        """Why such a message is refused; None when it is allowed."""
-        if body_bytes > self.body_bytes:
-            return f"a body of {body_bytes} bytes; allowed: {self.body_bytes}"
-        if frames > self.frames:
-            return f"a message of {frames} frames; allowed: {self.frames}"
-        if frame_bytes > self.frame_bytes:
-            return f"frames of {frame_bytes} bytes; allowed: {self.frame_bytes}"
-        return None
 
 
 class MethodName(NamedTuple):
@@ -73,39 +47,75 @@ class Counters:
     calls: int = 0
     failed: int = 0  # ended with an error, whoever's fault
     refused: int = 0  # of these, turned away before any work
+    gave_way: int = 0  # of the failed ones, ended for others: their callers did not move
     busy_s: float = 0.0  # time that the finished calls took, together
 
 
-@dataclass(slots=True)
+class Crowd(NamedTuple):
+    """The share of a method's places that is used up: 0 the peer's, 1 its place's, REGION, EVERYBODY; and why."""
+
+    scope: int
+    why: str
+
+
 class MethodLoad:
-    """Load of a method: the calls that run now, and what the finished ones cost."""
+    """Load of a method: the calls that run now, and what the finished ones cost.
 
-    limits: MethodLimits
-    counters: Counters = field(default_factory=Counters)
-    running: int = 0
-    by_peer: dict[PeerId, int] = field(default_factory=dict)
+    Each peer, place and network has its share of the method's places, and a part of them is for members alone. While
+    fewer calls run than any of these shares allows, they are only counted by user, which is cheap; above, an account
+    has the sums. Invariant (`check`): no share is exceeded.
+    """
 
-    def enter(self, peer: PeerId) -> str | None:
-        """Count one more call of `peer`; or say why it cannot run now."""
-        mine = self.by_peer.get(peer, 0)
-        if mine >= self.limits.calls_per_peer:
-            return f"{mine} calls of yours are running"
-        if self.running >= self.limits.calls:
-            return f"{self.running} calls are running"
+    def __init__(self, declared: Declaration) -> None:
+        self.declared = declared
+        self.counters = Counters()
+        self.running = 0
+        self.by_user: dict[User, int] = {}
+        self._share = declared.share
+        self._calm = min(self._share.peer, self._share.place)
+        self._account: ShareAccount | None = None  # while it is crowded
+
+    def enter(self, user: User, is_member: Callable[[str], bool]) -> Crowd | None:
+        """Count one more call of `user`; or return the share that leaves no place for it."""
+        if self.running >= self._calm or self._account is not None:
+            account = self._account or self._counted()
+            full = account.objection(user, 1, member=False)
+            if full is not None and is_member(user.peer):
+                full = account.objection(user, 1, member=True)
+            if full is not None:
+                return Crowd(*full)
+            account.add(user, 1)
         self.running += 1
-        self.by_peer[peer] = mine + 1
+        self.by_user[user] = self.by_user.get(user, 0) + 1
         self.counters.calls += 1
         return None
 
-    def leave(self, peer: PeerId, took_s: float) -> None:
+    def leave(self, user: User, took_s: float) -> None:
         """A call that entered has ended."""
         self.running -= 1
         self.counters.busy_s += took_s
-        mine = self.by_peer[peer] - 1
+        mine = self.by_user[user] - 1
         if mine:
-            self.by_peer[peer] = mine
+            self.by_user[user] = mine
         else:
-            del self.by_peer[peer]
+            del self.by_user[user]
+        if self._account is not None:
+            if self.running <= self._calm // 2:
+                self._account = None
+            else:
+                self._account.add(user, -1)
+
+    def _counted(self) -> ShareAccount:
+        """An account of the calls that run."""
+        account = self._account = ShareAccount(self._share)
+        for user, count in self.by_user.items():
+            account.add(user, count)
+        return account
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant is broken."""
+        assert self.running == sum(self.by_user.values()) <= self._share.total
+        assert self._account is None or self._account.by == self.by_user
 
     def retry_after_s(self) -> float:
         """Seconds after which a retry is worthwhile: about the time that one call takes."""

@@ -8,13 +8,15 @@ there are never more than MAX_MEMBERS members.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.messages.swarm import MAX_MEMBERS, LineInfo, Mb, MemberInfo, Position
 from peerd.machine.averaging.work_split import Lines
 from peerd.machine.swarm.events import MemberHello
+from peerd.machine.swarm.posts import peer_of
 
 _NEWS: Final = 1.5  # times more, or less: another rate
 START = Position(0, b"")  # where every peer begins: parameters are a pure function of the run's seed
@@ -89,6 +91,7 @@ class Roster:
         self._at: list[dict[Position, dict[str, None]]] = [{} for _ in self.stages]  # posts by stage and position
         self.lines = Lines()
         self._rates: dict[str, float] = {}  # of posts, as the list of members has them
+        self._helped = BoundedDict[str, None](MAX_MEMBERS)  # peers that helped to make a step
         self.version = 1  # of what members see
         self.listed = 1  # of these, the last that may be a change of the list of members,
         self._listed_of = 0, 0  # and the numbers of changes of lines and stands then
@@ -130,6 +133,10 @@ class Roster:
         entry.move(position, stepped=stepped)
         self.stands += 1
         self._at[entry.stage].setdefault(position, {})[peer] = None
+
+    def note_helped(self, post: str) -> None:
+        """The peer of this post has helped to make a step."""
+        self._helped[peer_of(post)] = None
 
     def _leave(self, peer: str) -> None:
         entry = self.entries.get(peer)
@@ -216,10 +223,8 @@ class Roster:
                 batch |= entry.counted
         return batch
 
-    def members(self, serves: Callable[[str, Position], bool], helped: Container[str]) -> list[MemberInfo]:
-        """Every living member, sorted by post, and then the helpers. `serves`: is one that stands there ready?
-        `helped`: the posts that took part in a step.
-        """
+    def members(self, serves: Callable[[str, Position], bool]) -> list[MemberInfo]:
+        """Every living member, sorted by post, and then the helpers. `serves`: is one that stands there ready?"""
         members = [
             MemberInfo(
                 peer=peer,
@@ -229,7 +234,7 @@ class Roster:
                 client=self.lines.is_client(peer),
                 since=m.since,
                 rate=self._rates.get(peer, 0.0),
-                helped=peer in helped,
+                helped=peer_of(peer) in self._helped,
             )
             for peer, m in sorted(self.entries.items())
         ]

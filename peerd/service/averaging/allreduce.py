@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 import numpy as np
 import trio
@@ -32,6 +33,7 @@ from peerd.core.messages.swarm import AverageAlive, AverageKey
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan, Part, PartPace, Round, RoundFailed
 from peerd.machine.averaging.stats import Outcomes
+from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.service.averaging.open_round import (
     OpenRound,
     PartGate,
@@ -52,13 +54,25 @@ from peerd.service.averaging.reduce import (
     sum_up,
     take_sum,
 )
-from peerd.service.rpc.rpc import Answer, CallStream, Encoded, Incoming, MethodLimits, Rpc
+from peerd.service.rpc.rpc import Answer, CallStream, Encoded, Incoming, Rpc
 from peerd.signals import Signal
 
 __all__ = ["METHOD", "Averaging", "PartCoder", "PlainParts", "Vector"]
 
 METHOD = "average/1/parts"
 _ALIVE = "average/1/alive"
+DECLARED: Final = {
+    METHOD: Declaration(
+        shows=Shows.ROUND,
+        rows=None,
+        memory_bytes=0,
+        device_s=0.0,
+        frames=1,
+        frame_bytes=8 << 20,
+        calls_per_peer=8,  # rounds that were called off end slowly
+    ),
+    _ALIVE: Declaration(shows=Shows.ROUND, rows=None, memory_bytes=0, device_s=0.0),
+}
 _PARTS_UNDER_WAY = 3  # to one owner of an equal share: enough to fill the line while sums are made
 _PARTS_KEPT = 16  # so much memory of parts that were summed waits for the next ones
 _DTYPES = {"float32", "float64"}  # of a vector that a helper is told to sum
@@ -84,9 +98,8 @@ class Averaging:
         self._memory, self._parts_memory = VectorMemory(), VectorMemory(_PARTS_KEPT)
         self._expected: dict[bytes, bool] = {}  # rounds of our attempts, and which have begun
         self._opened = Signal()  # a round opens
-        limits = MethodLimits(frames=1, frame_bytes=8 << 20, calls_per_peer=8)  # rounds that were called off end slowly
-        rpc.serve_stream(METHOD, AverageKey, self._take_parts, limits=limits)
-        rpc.serve(_ALIVE, AverageKey, self._alive)
+        rpc.serve_stream(METHOD, AverageKey, self._take_parts, declared=DECLARED[METHOD])
+        rpc.serve(_ALIVE, AverageKey, self._alive, declared=DECLARED[_ALIVE])
 
     def takes_part(self, peer: str) -> bool:
         """True when a round that is under way here needs this peer: helpers, too, which are no members."""
@@ -315,6 +328,7 @@ class Averaging:
     async def _take_parts(self, call: Incoming[AverageKey], parts: CallStream) -> None:
         """A sender's version of our share; the sums go back in the order in which its parts come."""
         state, sender = await self._round(call.body.attempt), call.peer.text
+        parts.patient = sender in state.plan.group
         parts.place = self._parts_memory.rooms
         state.evenly.begin(sender)
         try:

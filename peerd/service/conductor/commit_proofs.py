@@ -15,18 +15,23 @@ import trio
 from peerd.core.addr import peers_named
 from peerd.core.errors import OTHER_RUN_FILE, Refused, RemoteError
 from peerd.core.ids import PeerId
+from peerd.core.limits import RPC_BODY_BYTES
 from peerd.core.messages.commits import CommitProof, Committed, ProofShown, ShowProof
 from peerd.core.messages.proof import has_committed
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import RunFile
 from peerd.machine.positions.evidence import Evidence
 from peerd.machine.positions.proven_positions import KEEPERS
+from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.swarm.posts import peer_of
 from peerd.net.host.host import Host
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 
 _SHOW: Final = "proofs/1/show"
+DECLARED: Final = {
+    _SHOW: Declaration(shows=Shows.NOTHING, rows=None, memory_bytes=RPC_BODY_BYTES, device_s=0.0, calls=64),
+}
 _ANSWER_S: Final = 5.0
 _AT_ONCE: Final = 32  # signatures verified in one turn: about three milliseconds
 
@@ -48,7 +53,7 @@ class CommitProofs:
     def serving(self) -> Iterator[None]:
         """Answer calls inside the block; blocks of several parts of this process may overlap."""
         if not self._users:
-            self._rpc.serve(_SHOW, ShowProof, self._show)
+            self._rpc.serve(_SHOW, ShowProof, self._show, declared=DECLARED[_SHOW])
         self._users += 1
         try:
             yield

@@ -91,7 +91,7 @@ class Following:
     members: list[MemberInfo] = field(default_factory=list)  # as the conductor listed them last
     established: dict[str, int] = field(default_factory=dict)  # post that helped to make a step -> its stage
     told: Signal = field(default_factory=Signal)  # set with each such list
-    _serving: frozenset[str] = frozenset()  # the peers of `established`
+    _helped: set[str] = field(default_factory=set)  # of the peers of `established`, those that helped to make a step
     _forecast: tuple[float, Forecast] | None = None  # (received at, forecast)
     _suspects: dict[PeerId, float] = field(default_factory=dict)
     _failures: dict[PeerId, tuple[int, float]] = field(default_factory=dict)  # (failures in a row, last at)
@@ -126,7 +126,8 @@ class Following:
         ready = {post_name(m.peer, m.stage): m.stage for m in known if m.ready and m.helped}
         stages = set(ready.values())  # of the others, and while a new conductor gathers, the list before counts
         self.established = {p: s for p, s in self.established.items() if s not in stages} | ready
-        self._serving = frozenset(map(peer_of, self.established))
+        helped = self._helped | {m.peer for m in known if m.helped}  # a new conductor does not know it at first
+        self._helped = helped & set(map(peer_of, self.established))
         self.told.notify()
         alive = {m.peer for m in known}
         for peer in [p for p in self._seen if p.text not in alive and p != self.conductor]:
@@ -135,8 +136,8 @@ class Following:
         return known
 
     def serves(self, peer: str) -> bool:
-        """True when the conductor that we follow has named this peer as one that serves."""
-        return peer in self._serving
+        """True when the conductor that we follow names this peer as one that serves and has helped to make a step."""
+        return peer in self._helped
 
     def posts(self) -> set[tuple[PeerId, int]]:
         """Members that should be alive, as (peer, stage): by the directory, and by the conductor's last list."""

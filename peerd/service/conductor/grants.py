@@ -13,11 +13,12 @@ from peerd.core.messages.swarm import Grant, GrantStatement, Seqs
 
 
 class _Granted(NamedTuple):
-    """The grant that was signed last, with the term, step and microbatches it is for."""
+    """The grant that was signed last, with the term, step and microbatches it is for, and whether it names a member."""
 
     term: int
     step: int
     seqs: list[int]
+    helped: bool
     grant: Grant
 
 
@@ -28,15 +29,17 @@ class Granting:
         self._run, self._sign = run, sign
         self._granted: dict[tuple[str, bool], _Granted] = {}
 
-    def grant(self, term: int, step: int, trainer: str, seqs: list[int], *, early: bool = False) -> Grant | None:
-        """A grant for these microbatches of `trainer` in `step`; None: there are none."""
+    def grant(
+        self, term: int, step: int, trainer: str, seqs: list[int], *, early: bool = False, helped: bool = False
+    ) -> Grant | None:
+        """A grant for these microbatches of `trainer` in `step`; None: there are none. `helped`: to make a step."""
         if not seqs:
             return None
         key = trainer, early
         known = self._granted.pop(key, None)
-        if known is None or known[:3] != (term, step, seqs):
-            made = grant(self._sign, GrantStatement(self._run, term, step, trainer, Seqs.of(seqs)))
-            known = _Granted(term, step, seqs, made)
+        if known is None or known[:4] != (term, step, seqs, helped):
+            made = grant(self._sign, GrantStatement(self._run, term, step, trainer, Seqs.of(seqs), helped))
+            known = _Granted(term, step, seqs, helped, made)
         self._granted[key] = known
         if len(self._granted) > GRANTED_TRAINERS:
             del self._granted[next(iter(self._granted))]

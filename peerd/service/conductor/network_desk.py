@@ -9,7 +9,7 @@ made anew every few seconds at most, whoever asks. Hostile input: any body; what
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Final
 
@@ -22,16 +22,22 @@ from peerd.core.messages.encoding import Empty
 from peerd.core.messages.network import MappedPair, NetworkMapAsk, NetworkPart, NetworkReport
 from peerd.machine.network.landmarks import FilledNetwork
 from peerd.machine.network.network_map import PairView
+from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.swarm.posts import peer_of
 from peerd.service.conductor.machine_driver import MachineDriver
 from peerd.service.conductor.tenure import Tenure
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 
 REPORT_PAUSE_S: Final = 5.0  # between two reports of one peer
 FILLED_PEERS: Final = 32  # of a swarm whose gaps are estimated for those who ask
 _OUTLINE_S: Final = 5.0
-_REPORT = MethodLimits(body_bytes=32 << 10, calls_per_peer=2, calls=1024)
-_MAP = MethodLimits(body_bytes=1 << 10, calls_per_peer=1, calls=16)
+_REPORT: Final = "network/1/report"
+_MAP: Final = "network/1/map"
+_SMALL = Declaration(shows=Shows.NOTHING, rows=None, memory_bytes=0, device_s=0.0)
+DECLARED: Final = {
+    _REPORT: replace(_SMALL, body_bytes=32 << 10, calls_per_peer=2, calls=1024),
+    _MAP: replace(_SMALL, body_bytes=1 << 10, calls_per_peer=1, calls=16),
+}
 
 Pair = tuple[str, str]
 
@@ -57,8 +63,8 @@ class NetworkDesk:
 
     def serve(self) -> None:
         """Answer calls from now on."""
-        self._rpc.serve("network/1/report", NetworkReport, self._report, limits=_REPORT)
-        self._rpc.serve("network/1/map", NetworkMapAsk, self._map, limits=_MAP)
+        self._rpc.serve(_REPORT, NetworkReport, self._report, declared=DECLARED[_REPORT])
+        self._rpc.serve(_MAP, NetworkMapAsk, self._map, declared=DECLARED[_MAP])
 
     def unserve(self) -> None:
         """Answer no more."""

@@ -21,11 +21,13 @@ from peerd.core.clock import Clock
 from peerd.core.errors import OTHER_RUN_FILE, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import MemberInfo, PostsHeld, WhichPosts
+from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.swarm.placement import Arrival, Move, Need, Seat, Vacancies, place
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.conductor.rivals import POSTS, Rivals
 from peerd.service.rpc.types import Answer, Incoming
 
+DECLARED: Final = {POSTS: Declaration(shows=Shows.NOTHING, rows=None, memory_bytes=0, device_s=0.0)}
 _TOGETHER_S: Final = 1.0  # for others that join at the same moment to be seen
 _LOOK_S: Final = 1.0  # between looks at the list
 _DOUBT_S: Final = 60.0  # a stage that only the list calls empty, or that others are on their way to, waits so long
@@ -50,7 +52,7 @@ class Placing:
             return Answer(PostsHeld([stage for stage in posts() if stage != self._leaving]))
 
         rpc = self._following.rpc
-        rpc.serve(POSTS, WhichPosts, held)
+        rpc.serve(POSTS, WhichPosts, held, declared=DECLARED[POSTS])
         try:
             await trio.sleep_forever()
         finally:

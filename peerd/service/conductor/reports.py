@@ -8,6 +8,9 @@ its sender's posts only, and names of other peers in it mean their posts at the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Final
+
 import trio
 
 from peerd.core.errors import NOT_CONDUCTING, OTHER_RUN_FILE, Refused
@@ -30,15 +33,24 @@ from peerd.core.messages.swarm import (
 )
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
+from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.swarm.events import MemberHello, TrainerReport
 from peerd.machine.swarm.posts import post_name
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.conductor.duty import Duty
 from peerd.service.conductor.machine_driver import MEMBERS, MachineDriver
 from peerd.service.conductor.tenure import Tenure
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 
-_REPORTS = MethodLimits(body_bytes=1 << 20, calls_per_peer=8, calls=8192)
+_SMALL: Final = Declaration(shows=Shows.NOTHING, rows=None, memory_bytes=0, device_s=0.0)
+_LARGE: Final = replace(_SMALL, body_bytes=1 << 20, calls_per_peer=8, calls=8192)
+DECLARED: Final = {
+    "swarm/4/member": _LARGE,
+    "swarm/4/trainer": _LARGE,
+    "swarm/4/leave": _SMALL,
+    "swarm/4/members": _SMALL,
+    "swarm/4/who": _SMALL,
+}
 _PUT_ASIDE_S = 1.0  # between two reports of a member that is not heard
 _NO_SEQS = Seqs()
 
@@ -52,11 +64,12 @@ class Reports:
 
     def serve(self) -> None:
         """Answer calls from now on."""
-        self._rpc.serve("swarm/4/member", MemberSync, self._member, limits=_REPORTS)
-        self._rpc.serve("swarm/4/trainer", TrainerSync, self._trainer, limits=_REPORTS)
-        self._rpc.serve("swarm/4/leave", Leave, self._leave)
-        self._rpc.serve("swarm/4/members", ListMembers, self._list)
-        self._rpc.serve("swarm/4/who", WhoConducts, self._who)
+        rpc, declared = self._rpc, DECLARED
+        rpc.serve("swarm/4/member", MemberSync, self._member, declared=declared["swarm/4/member"])
+        rpc.serve("swarm/4/trainer", TrainerSync, self._trainer, declared=declared["swarm/4/trainer"])
+        rpc.serve("swarm/4/leave", Leave, self._leave, declared=declared["swarm/4/leave"])
+        rpc.serve("swarm/4/members", ListMembers, self._list, declared=declared["swarm/4/members"])
+        rpc.serve("swarm/4/who", WhoConducts, self._who, declared=declared["swarm/4/who"])
 
     def unserve(self) -> None:
         """Answer no more."""

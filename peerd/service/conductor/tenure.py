@@ -85,7 +85,8 @@ class Tenure:
 
     def grant(self, step: int, trainer: str, seqs: list[int], *, early: bool = False) -> Grant | None:
         """A grant for these microbatches in the batch of `step`; None: there are none."""
-        return self._granting.grant(self.term, step, trainer, seqs, early=early)
+        helped = self.machine.batches.trainers.has_helped(trainer)
+        return self._granting.grant(self.term, step, trainer, seqs, early=early, helped=helped)
 
 
 def _as_peer(post: MemberInfo) -> MemberInfo:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import trio
 from multiaddr import Multiaddr
@@ -34,7 +34,7 @@ from peerd.machine.dht.node import Kademlia
 from peerd.machine.dht.node_state import KademliaConfig
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict
-from peerd.machine.rpc.accounting import MethodLimits
+from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.net.host.host import Host, PeerDown, PeerUp
 from peerd.net.timer import Timer
 from peerd.service.dht import codec as wire
@@ -49,6 +49,20 @@ _log = logging.getLogger("peerd.dht")
 _PROTOCOL = "dht/3"
 _CALLS_PER_PEER = 64  # at once; a peer that joins, publishes and reads at the same time has about ten
 _SLACK_BYTES = 32 << 10  # of a message beyond the records in it
+_SMALL: Final = Declaration(
+    shows=Shows.NOTHING,
+    rows=None,
+    memory_bytes=0,
+    device_s=0.0,
+    body_bytes=_SLACK_BYTES,
+    calls_per_peer=_CALLS_PER_PEER,
+)
+DECLARED: Final = {
+    "dht/3/ping": _SMALL,
+    "dht/3/find": _SMALL,
+    "dht/3/get": _SMALL,
+    "dht/3/store": replace(_SMALL, body_bytes=DHT_STORE_BYTES + _SLACK_BYTES),
+}
 _OUTDATED = (Verdict.STALE, Verdict.UNTIMELY)
 _TOGETHER_S = 0.5  # addresses often change by several at once
 _LINKS_S = 20.0  # between two looks at connected peers
@@ -356,12 +370,11 @@ class Dht:
     # --- answering ---------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        small = MethodLimits(body_bytes=_SLACK_BYTES, calls_per_peer=_CALLS_PER_PEER)
-        large = MethodLimits(body_bytes=DHT_STORE_BYTES + _SLACK_BYTES, calls_per_peer=_CALLS_PER_PEER)
-        self._rpc.serve(f"{_PROTOCOL}/ping", wire.PingMessage, self._answer, limits=small)
-        self._rpc.serve(f"{_PROTOCOL}/find", wire.FindMessage, self._answer, limits=small)
-        self._rpc.serve(f"{_PROTOCOL}/get", wire.FindMessage, self._answer_get, limits=small)
-        self._rpc.serve(f"{_PROTOCOL}/store", wire.StoreMessage, self._answer, limits=large)
+        rpc, declared = self._rpc, DECLARED
+        rpc.serve("dht/3/ping", wire.PingMessage, self._answer, declared=declared["dht/3/ping"])
+        rpc.serve("dht/3/find", wire.FindMessage, self._answer, declared=declared["dht/3/find"])
+        rpc.serve("dht/3/get", wire.FindMessage, self._answer_get, declared=declared["dht/3/get"])
+        rpc.serve("dht/3/store", wire.StoreMessage, self._answer, declared=declared["dht/3/store"])
 
     async def _answer_get(self, incoming: Incoming[wire.FindMessage]) -> Answer[wire.ReplyMessage]:
         return await self._respond(incoming.peer, incoming.body, values=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -33,7 +33,7 @@ from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.kept_answers import KeptAnswers, Known
 from peerd.machine.experts.merge_queue import MergeQueue, QueueBounds, Queued
-from peerd.machine.rpc.accounting import MethodLimits
+from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.service.experts.expert_batch import BatchPart, ExpertModel, Frames, Result, compute_batch, too_old
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.signals import Signal
@@ -48,6 +48,17 @@ _NO_MEMORY_S: Final = 1.0  # until a request that found no memory is worth anoth
 _NAMED: Final = 1024  # callers remembered for that
 _MORE_CALLS: Final = 32  # of one caller than may wait: those being computed, and repeats; the queue says no first
 _SLACK_BYTES: Final = 64 << 10  # by which coded frames may be larger than the samples in them
+_FORWARD: Final = Declaration(
+    shows=Shows.NOTHING,
+    rows=Needs.EXPERT_BATCH,
+    memory_bytes=Needs.EXPERT_BATCH,
+    device_s=Needs.EXPERT_BATCH,
+    frames=1,
+    frame_bytes=RPC_MESSAGE_FRAME_BYTES,
+    calls_per_peer=EXPERT_QUEUED_PER_CALLER + _MORE_CALLS,
+    calls=2 * EXPERT_QUEUED,
+)
+DECLARED: Final = {"expert/1/forward": _FORWARD, "expert/1/backward": replace(_FORWARD, frames=2)}
 _GONE: Final = 4096  # experts that were served here once, with the reason why they are not now
 
 Contain = Callable[[Callable[[], Awaitable[None]], Callable[[], str]], Awaitable[bool]]
@@ -207,17 +218,11 @@ class ExpertServer:
         objection: Callable[[PeerId, Any], PeerdError | None] = self._objection
         for name, expected in (("forward", self._shapes[:1]), ("backward", self._shapes)):
             size = sum(4 * self._max_batch * math.prod(shape) for shape in expected) + _SLACK_BYTES
-            limits = MethodLimits(
-                frames=len(expected),
-                frame_bytes=min(size, RPC_MESSAGE_FRAME_BYTES),
-                calls_per_peer=EXPERT_QUEUED_PER_CALLER + _MORE_CALLS,
-                calls=2 * EXPERT_QUEUED,
-            )
+            method = f"expert/1/{name}"
+            declared = replace(DECLARED[method], frame_bytes=min(size, RPC_MESSAGE_FRAME_BYTES))
             request, handler = kinds[name]
             frames = partial(self._frames_objection, expected)
-            self._rpc.serve(
-                f"expert/1/{name}", request, handler, limits=limits, objection=objection, frames_objection=frames
-            )
+            self._rpc.serve(method, request, handler, declared=declared, objection=objection, frames_objection=frames)
 
     def _objection(self, peer: PeerId, body: Forward | Backward) -> PeerdError | None:
         """Why a call is refused, by its body alone."""

@@ -28,6 +28,8 @@ from peerd.core.limits import (
     STATE_GIVEN,
     STATE_GIVEN_PER_PEER,
     STATE_LEAST_BYTES_PER_S,
+    STATE_PIECE_BYTES,
+    STATE_PIECES_PER_DONOR,
 )
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.experts import DIGEST_BYTES, HolderOffer, Keep, Kept, Name, PieceWanted, Pointer
@@ -36,10 +38,11 @@ from peerd.core.work import Worker
 from peerd.machine.experts.kept_shelf import KeptShelf
 from peerd.machine.experts.owner_tree import ExpertReign
 from peerd.machine.experts.sharing import HostShare
+from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.service.experts.kept_directory import GET, KeptDirectory, VaultPeer
 from peerd.service.experts.vault_disk import Bytes, VaultDisk, piece_at, pieces_of
 from peerd.service.experts.vault_fetch import MemorySink, PieceFetch
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
+from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.signals import Signal
 
 log = logging.getLogger("peerd.service.experts.vault")
@@ -48,6 +51,25 @@ T = TypeVar("T")
 VAULT_BYTES: Final = 16 << 30  # of disk, unless told otherwise
 KEEP: Final = "vault/1/keep"
 _KEPT_AT_ONCE: Final = 8  # checkpoints that are fetched from hosts
+DECLARED: Final = {
+    KEEP: Declaration(
+        shows=Shows.OWNER,
+        rows=None,
+        memory_bytes=STATE_PIECES_PER_DONOR * STATE_PIECE_BYTES,
+        device_s=0.0,
+        calls_per_peer=2,
+        calls=_KEPT_AT_ONCE,
+        fetches=True,
+    ),
+    GET: Declaration(
+        shows=Shows.NOTHING,
+        rows=None,
+        memory_bytes=STATE_PIECE_BYTES,
+        device_s=0.0,
+        calls_per_peer=STATE_GIVEN_PER_PEER,
+        calls=STATE_GIVEN,
+    ),
+}
 _SHAKE_S: Final = 30.0  # of a hand-over, beyond what its bytes take
 _TOGETHER_S: Final = 0.5  # checkpoints often come by several at once
 _OWNER_S: Final = 2.0  # that the owner of an expert is called before another one's checkpoint is kept
@@ -99,9 +121,8 @@ class Vault:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve, and say what is held, until cancelled."""
         rpc = self._peer.rpc
-        pieces = MethodLimits(calls_per_peer=STATE_GIVEN_PER_PEER, calls=STATE_GIVEN)
-        rpc.serve(KEEP, Keep, self._keep, limits=MethodLimits(calls_per_peer=2, calls=_KEPT_AT_ONCE))
-        rpc.serve(GET, PieceWanted, self._give, limits=pieces)
+        rpc.serve(KEEP, Keep, self._keep, declared=DECLARED[KEEP])
+        rpc.serve(GET, PieceWanted, self._give, declared=DECLARED[GET])
         try:
             task_status.started()
             while True:
@@ -242,7 +263,7 @@ class Vault:
         why = self.fault(pointer, peer)
         if why is not None:
             log.warning("peer %s asks to keep a checkpoint of expert %s: %s", peer, pointer.expert.uid, why)
-            raise Refused(why)
+            raise Refused(why).as_unproven()
         if self._has(pointer):
             return Answer(Kept(held=True))
         why = self._shelf.objection(pointer)

@@ -17,11 +17,23 @@ from peerd.core.errors import Overloaded, PeerdError, Refused
 from peerd.core.ids import PeerId
 from peerd.core.limits import STREAMS_INBOUND
 from peerd.core.messages.handover import CarryOn, Passed, Ticket
+from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.service.pipeline.next_stage import PASS, RELAY
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 
 _AGAIN_S: Final = 0.3
-_LIMITS: Final = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=STREAMS_INBOUND - 32, calls=2048)
+DECLARED: Final = {
+    RELAY: Declaration(
+        shows=Shows.TICKET,
+        rows=Needs.MICROBATCH,
+        memory_bytes=Needs.MICROBATCH,
+        device_s=0.0,
+        frames=2,
+        frame_bytes=256 << 20,
+        calls_per_peer=STREAMS_INBOUND - 32,
+        calls=2048,
+    )
+}
 
 
 class Relaying:
@@ -37,7 +49,7 @@ class Relaying:
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Relay within the context."""
-        self._rpc.serve(RELAY, CarryOn, self._relay, limits=_LIMITS, objection=self._objection)
+        self._rpc.serve(RELAY, CarryOn, self._relay, declared=DECLARED[RELAY], objection=self._objection)
         try:
             yield
         finally:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -22,26 +22,40 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import STREAMS_INBOUND
 from peerd.core.messages.handover import Pass
 from peerd.core.messages.swarm import Commit, Prepare, Relocate, Restore, StageBackward, StageForward, StageLoss
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.machine.rpc.declaration import Declaration, Needs, Shows
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.signals import Signal
 
 Handler = Callable[[Incoming[Any]], Awaitable[Answer[Any]]]
 Objection = Callable[[PeerId, Any], PeerdError | None]
 
-_ORDERS: Final = MethodLimits(body_bytes=1 << 20, calls_per_peer=4)
-_WORK: Final = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=64, calls=512)
+_ORDERS: Final = Declaration(
+    shows=Shows.CONDUCTOR, rows=None, memory_bytes=0, device_s=0.0, body_bytes=1 << 20, calls_per_peer=4
+)
+_WORK: Final = Declaration(
+    shows=Shows.GRANT,
+    rows=Needs.MICROBATCH,
+    memory_bytes=Needs.MICROBATCH,
+    device_s=Needs.MICROBATCH,
+    frames=2,
+    frame_bytes=256 << 20,
+    calls_per_peer=64,
+    calls=512,
+)
+_EVALUATE: Final = replace(_WORK, shows=Shows.NOTHING)
 # A microbatch's call stays open until its gradient comes back: what it holds, `Room` and the post bound in bytes.
-_WAY: Final = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=STREAMS_INBOUND - 32, calls=2048)
+_WAY: Final = replace(_WORK, calls_per_peer=STREAMS_INBOUND - 32, calls=2048)
 _METHODS: Final = {
     "prepare": ("stage/4/prepare", Prepare, _ORDERS),
     "commit": ("stage/4/commit", Commit, _ORDERS),
     "restore": ("stage/4/restore", Restore, _ORDERS),
     "transfer": ("stage/4/relocate", Relocate, _ORDERS),
-    "forward": ("stage/4/forward", StageForward, _WORK),
-    "loss": ("stage/4/loss", StageLoss, _WORK),
+    "forward": ("stage/4/forward", StageForward, _EVALUATE),
+    "loss": ("stage/4/loss", StageLoss, _EVALUATE),
     "backward": ("stage/4/backward", StageBackward, _WORK),
     "passes": ("handover/1/pass", Pass, _WAY),
 }
+DECLARED: Final = {method: declared for method, _, declared in _METHODS.values()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +129,9 @@ class StageCalls:
     def _open(self) -> Iterator[None]:
         """Serve the methods while there are posts."""
         if not self._posts and not self._helpers:
-            for name, (method, request, limits) in _METHODS.items():
+            for name, (method, request, declared) in _METHODS.items():
                 answer, objection = partial(self._answer, name), partial(self._objection, name)
-                self._rpc.serve(method, request, answer, limits=limits, objection=objection)
+                self._rpc.serve(method, request, answer, declared=declared, objection=objection)
         try:
             yield
         finally:

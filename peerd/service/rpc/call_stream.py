@@ -46,6 +46,7 @@ class CallStream:
         self.peer = peer
         self.sending = True  # until we have said END
         self.receiving = True  # until the other side has said END, or the call is over
+        self.patient = False  # with the frames of parts: set once the other side has shown its part in a round
         self.place: Place | None = None  # asked, for each part with frames, where they go; it raises nothing
         self._id = call_id
         self._outbox = outbox
@@ -138,7 +139,9 @@ class CallStream:
 
     async def take(self, part: RpcMessage, inbound: Inbound, deadline: float) -> None:
         """Receive a part's frames and hand it in; waits while enough parts wait. Raises Overloaded or TooSlow."""
-        frames = await inbound.frames(part, deadline, self.place) if part.headers else ()
+        frames: tuple[TensorFrame, ...] = ()
+        if part.headers:
+            frames = await inbound.frames(part, deadline, self.place, self.patient)
         wanted = False
         try:
             while len(self._parts) >= RPC_PARTS_AHEAD and self.receiving:

@@ -102,6 +102,7 @@ class Inbound:
         self._half_since = math.inf
         self._half_bytes = 0  # paid for, of that message
         self._pay: Payment | None = None  # for the payloads that come
+        self._patient = False  # with them: they may come as slowly as they like
         self._landing = trio.CancelScope()  # of their receive: nothing of it is lost by cancelling
         self._first: tuple[float, int] | None = None  # when the first piece of a payload came, and `_total` then
         self._total = 0  # payload bytes of this peer, by all streams
@@ -183,13 +184,17 @@ class Inbound:
             await self.share.wait(due - self._half_bytes)
             self._half_bytes = due
 
-    async def frames(self, message: RpcMessage, deadline: float, place: Place | None = None) -> tuple[TensorFrame, ...]:
+    async def frames(
+        self, message: RpcMessage, deadline: float, place: Place | None = None, patient: bool = False
+    ) -> tuple[TensorFrame, ...]:
         """The frames of `message`; their bytes are paid for until they are given back to `share`.
 
-        `place` may say where their payloads go; else they lie in memory of their own.
+        `place` may say where their payloads go; else they lie in memory of their own. `patient`: they belong to the
+        round under way, and need not come at the least rate.
         Raises Overloaded or TooSlow when there is no room or no time for them: then `skip` them, or drop the stream.
         """
         self._pay = pay = Payment(self.share, message)
+        self._patient = patient or self.share.patient
         try:
             with trio.CancelScope(deadline=deadline):
                 into = place(message.headers) if place is not None else None
@@ -233,7 +238,7 @@ class Inbound:
             await pay.next()
         with trio.CancelScope(deadline=trio.current_time() + pay.patience_s) as self._landing:
             await self._stream.receive_into(room, self._landed)
-        if self._landing.cancelled_caught and not pay.due_bytes and not self.share.patient:
+        if self._landing.cancelled_caught and not pay.due_bytes and not self._patient:
             raise TooSlow(f"{pay.came_bytes} bytes of frames have come, and the next ones too slowly")
 
     def _landed(self, size: int) -> None:

@@ -164,6 +164,11 @@ class Outbox:
                 self._stream.reset()
 
     @property
+    def sent_bytes(self) -> int:
+        """Bytes that the stream has taken of what was queued."""
+        return self._sent_bytes
+
+    @property
     def full(self) -> bool:
         """True when so much is queued that whoever puts must wait for `room`."""
         return self._put_bytes - self._sent_bytes > RPC_OUTBOX_BYTES

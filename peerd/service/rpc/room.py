@@ -67,7 +67,7 @@ class Share:
     __slots__ = ("_demanding", "_room", "_user")
 
     def __init__(self, room: Room, user: User, *, demanding: bool) -> None:
-        """`demanding`: bytes must come at a least rate, for nobody has asked for them; members are trusted to."""
+        """`demanding`: bytes must come at a least rate, for nobody has asked for them."""
         self._room, self._user, self._demanding = room, user, demanding
 
     def take(self, count: int) -> str | None:
@@ -83,4 +83,4 @@ class Share:
     @property
     def patient(self) -> bool:
         """True when it may send as slowly as it likes, until its deadline."""
-        return not self._demanding or self._room.book.is_member(self._user.peer)
+        return not self._demanding

@@ -28,7 +28,8 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_IDLE_S, RPC_MESSAGE_FRAME_BYTES
 from peerd.core.messages.encoding import Empty, decode, encode
 from peerd.machine.rate.arrival_rate import LineRates
-from peerd.machine.rpc.accounting import Counters, MethodLimits, MethodLoad, MethodName, method_name
+from peerd.machine.rpc.accounting import Counters, MethodLoad, MethodName, method_name
+from peerd.machine.rpc.declaration import CHECKED_BEFORE_FRAMES, Declaration
 from peerd.service.rpc.call_stream import CallStream, Encoded
 from peerd.service.rpc.channel import Channel, Reply, Request
 from peerd.service.rpc.loopback import local_pair
@@ -40,11 +41,10 @@ from peerd.service.rpc.stream_channel import StreamLane
 from peerd.service.rpc.task_pool import Crew, Tasks
 from peerd.service.rpc.types import Answer, Gate, Incoming, RpcHost, RpcStream
 
-__all__ = ["Answer", "CallStream", "Encoded", "Incoming", "MethodLimits", "Rpc"]
+__all__ = ["Answer", "CallStream", "Encoded", "Incoming", "Rpc"]
 
 B = TypeVar("B", bound=msgspec.Struct)
 R = TypeVar("R", bound=msgspec.Struct)
-DEFAULT_LIMITS = MethodLimits()
 
 
 class Rpc:
@@ -95,16 +95,19 @@ class Rpc:
         request: type[B],
         handler: Callable[[Incoming[B]], Awaitable[Answer[Any]]],
         *,
-        limits: MethodLimits = DEFAULT_LIMITS,
+        declared: Declaration,
         objection: Callable[[PeerId, B], PeerdError | None] | None = None,
         frames_objection: FramesObjection | None = None,
     ) -> None:
-        """Answer calls of `method`. The handler runs until the caller's deadline; what it raises travels.
+        """Answer calls of `method`, as far as they are within what is `declared`. The handler runs until the caller's
+        deadline; what it raises travels.
 
         `objection` sees a call's body before its frames are received, `frames_objection` then the frames' headers:
-        what they return, the caller gets.
+        what they return, the caller gets. LocalError when callers must show something that nobody looks at.
         """
-        served = Method(method_name(method), request, MethodLoad(limits), handler, None, objection, frames_objection)
+        if declared.shows in CHECKED_BEFORE_FRAMES and objection is None:
+            raise LocalError(f"{method}: callers must show {declared.shows}, and nothing checks it")
+        served = Method(method_name(method), request, MethodLoad(declared), handler, None, objection, frames_objection)
         self._serve(served)
 
     def serve_stream(
@@ -113,16 +116,24 @@ class Rpc:
         request: type[B],
         handler: Callable[[Incoming[B], CallStream], Awaitable[None]],
         *,
-        limits: MethodLimits = DEFAULT_LIMITS,
+        declared: Declaration,
     ) -> None:
-        """Answer streaming calls of `method`; `limits` hold for the request and for each part."""
-        self._serve(Method(method_name(method), request, MethodLoad(limits), streaming=handler))
+        """Answer streaming calls of `method`; what is `declared` of bytes and rows holds for the request and for each
+        part.
+        """
+        self._serve(Method(method_name(method), request, MethodLoad(declared), streaming=handler))
 
     def _serve(self, method: Method) -> None:
         protocol = method.name.protocol
         if protocol not in self._server.protocols:
             self._host.handle(protocol, self._server.serve)
         self._server.add(method)
+
+    @property
+    def served(self) -> dict[str, Declaration]:
+        """The methods that are served now, with what they declare."""
+        methods = [method for methods in self._server.protocols.values() for method in methods.values()]
+        return {method.name.full: method.load.declared for method in methods}
 
     def unserve(self, service: str, names: Collection[str] = ()) -> None:
         """Refuse further calls to "service/version", or to those of its methods; those that run go on."""

@@ -9,7 +9,7 @@ than its share. An answer that finds no room, as its caller has too much unread,
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -18,8 +18,9 @@ import trio
 from peerd.core.errors import LocalError, Overloaded, PeerdError, Refused, TooSlow
 from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S
+from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S
 from peerd.core.messages.encoding import encode
+from peerd.machine.budget.book import User
 from peerd.machine.rpc.accounting import MethodLoad, MethodName
 from peerd.machine.rpc.codec import REPLY, RpcMessage, encode_failure, encode_message
 from peerd.service.rpc.call_stream import CallStream
@@ -36,7 +37,7 @@ StreamHandler = Callable[[Incoming[Any], CallStream], Awaitable[None]]
 
 @dataclass(slots=True)
 class Method:
-    """A method that is served: how it is called, what it may cost, how loaded it is. One of the handlers is set.
+    """A method that is served: how it is called, what it declares, how loaded it is. One of the handlers is set.
 
     `objection` tells, by the request's body alone, why a call is refused before its frames are received, and
     `frames_objection` by their headers.
@@ -49,14 +50,24 @@ class Method:
     streaming: StreamHandler | None = None
     objection: Objection | None = None
     frames_objection: FramesObjection | None = None
+    under_way: dict[ServedCall, None] = field(default_factory=dict)  # the oldest first
 
 
 class Caller(Protocol):
     """The stream that a call came on."""
 
     peer: PeerId
+    user: User
     outbox: Outbox
     share: Share
+
+    def note_failure(self, error: PeerdError) -> None:
+        """A call has failed: one whose proof does not hold counts against the caller."""
+        ...
+
+    def moved_bytes(self) -> int:
+        """Bytes that the peer has sent us as payloads, or taken of this stream's answers."""
+        ...
 
     def call_over(self, call_id: int) -> None:
         """Nothing more will be sent for this call."""
@@ -78,6 +89,7 @@ class ServedCall:
         "_body",
         "_caller",
         "_id",
+        "_mark",
         "_method",
         "_over",
         "_released",
@@ -104,10 +116,45 @@ class ServedCall:
         self._over = False  # for the caller
         self._sending = False  # frames of the answer
         self._released = False
+        self._mark: tuple[float, int] | None = None  # when its caller was last seen to move, and `moved_bytes` then
+        method.under_way[self] = None
 
     def objection(self, part: RpcMessage) -> str | None:
         """The reason why this part is not taken; None when it is within the method's limits."""
-        return self._method.load.limits.objection(len(part.body), len(part.headers), part.frame_bytes)
+        return self._method.load.declared.objection(len(part.body), len(part.headers), part.frame_bytes, part.rows)
+
+    @property
+    def in_round(self) -> bool:
+        """True when it belongs to the round under way."""
+        return self._method.load.declared.in_round
+
+    @property
+    def user(self) -> User:
+        """The user that the book knows its caller as."""
+        return self._caller.user
+
+    def stalled_s(self, now: float) -> float:
+        """Seconds for which the call has waited for its caller, which has moved less than the least rate meanwhile.
+
+        Counted from the first time that this was asked: only then does somebody wait for the call's place.
+        """
+        declared = self._method.load.declared
+        if not (self.worker is None or self._sending or declared.fetches) or declared.in_round:
+            self._mark = None  # it waits for this machine, or for others
+            return 0.0
+        moved = self._caller.moved_bytes()
+        since, before = self._mark or (now, moved)
+        if moved > before and moved - before >= RPC_LEAST_BYTES_PER_S * (now - since):
+            since, before = now, moved
+        self._mark = since, before
+        return now - since
+
+    def give_way(self) -> None:
+        """End the call: others wait for its place, and its caller does not move."""
+        self._method.load.counters.gave_way += 1
+        if self._sending:
+            self._caller.reset()
+        self.cancel(Overloaded("another call needs the place, and this one's caller does not move", RPC_STALL_S))
 
     @property
     def over(self) -> bool:
@@ -170,6 +217,7 @@ class ServedCall:
     def _fail(self, error: PeerdError) -> None:
         if not self._over:
             self._method.load.counters.failed += 1
+            self._caller.note_failure(error)
             if self._caller.outbox.put(encode_failure(self._id, error)) is not None:
                 self._caller.reset()  # it does not even read what failed
             self._settle()
@@ -190,13 +238,16 @@ class ServedCall:
             self._sending = False
 
     async def _taken(self, size: int) -> None:
-        """Wait until the answer's frames are on their way; a stranger that does not read them loses its stream."""
+        """Wait until the answer's frames are on their way; a caller that does not read them loses its stream, unless it
+        takes part in the round under way.
+        """
+        patient = self._caller.share.patient or self.in_round
         while True:
             with trio.move_on_after(RPC_MESSAGE_S + size / RPC_LEAST_BYTES_PER_S) as waiting:
                 await self._caller.outbox.flushed()
             if not waiting.cancelled_caught:
                 return
-            if not self._caller.share.patient:
+            if not patient:
                 self._caller.reset()
                 return
 
@@ -210,7 +261,8 @@ class ServedCall:
     def _release(self) -> None:
         if not self._released:
             self._released = True
-            self._method.load.leave(self._caller.peer, trio.current_time() - self._since)
+            del self._method.under_way[self]
+            self._method.load.leave(self._caller.user, trio.current_time() - self._since)
             self._caller.give_back(self.held_bytes)
 
 

@@ -1,10 +1,11 @@
 """Serving calls: reads requests from incoming streams and starts their handlers.
 
 The gate, if there is one, is asked when a stream opens, and again at each call: of a caller that may use none of a
-service's methods nothing but the heads of messages is read. Gate and limits are asked before payloads are received. A
-handler is cancelled when its caller cancels, resets the stream or is lost, and fails its own call only. A peer that
+service's methods nothing but the heads of messages is read. Gate and declaration are asked before payloads come in.
+A handler is cancelled when its caller cancels, resets the stream or is lost, and fails its own call only. A peer that
 breaks the grammar loses the whole stream: ProtocolViolation leaves `serve`, and the host's supervisor logs it and
-resets.
+resets. Where a call finds no place in its method, one whose caller has not moved for long gives way. Calls whose proofs
+do not hold are counted against their caller (`machine/budget/unproven`).
 
 What is bounded, beside each method's own bounds, in the host's book: calls that run; bytes of messages, from their
 arrival to the end of their call; unread answers (above RPC_OUTBOX_BYTES the stream is not read on, and whose caller has
@@ -13,23 +14,38 @@ its share of them unread, its calls do not begin). And parts read ahead.
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 import trio
 
-from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, TooSlow, Unreachable
+from peerd.core.errors import (
+    LocalError,
+    Overloaded,
+    PeerdError,
+    ProtocolViolation,
+    Refused,
+    RemoteError,
+    TooSlow,
+    Unreachable,
+)
 from peerd.core.limits import (
     RPC_CALLS_PER_STREAM,
     RPC_DEFAULT_BODY_BYTES,
     RPC_FREE_BODY_BYTES,
     RPC_LEAST_BYTES_PER_S,
     RPC_MESSAGE_S,
+    RPC_STALL_S,
 )
 from peerd.core.messages.encoding import decode
-from peerd.machine.budget.book import Means
+from peerd.machine.budget.book import EVERYBODY, Means
 from peerd.machine.budget.tab import Tab
+from peerd.machine.budget.unproven import UnprovenCalls
 from peerd.machine.rate.arrival_rate import LineRates
 from peerd.machine.rpc import codec as wire
+from peerd.machine.rpc.accounting import Crowd
 from peerd.machine.rpc.codec import RpcMessage, encode_failure
+from peerd.machine.rpc.declaration import Shows
 from peerd.service.rpc.call_stream import CallStream
 from peerd.service.rpc.inbound import Inbound
 from peerd.service.rpc.outbox import Outbox
@@ -38,9 +54,11 @@ from peerd.service.rpc.served_call import Method, ServedCall
 from peerd.service.rpc.task_pool import Crew, Tasks
 from peerd.service.rpc.types import Gate, RpcStream
 
+_log = logging.getLogger("peerd.rpc")
 _BATCHES_A_TURN = 16  # of messages, read before others have their turn
 _ANSWER_BYTES = RPC_DEFAULT_BODY_BYTES  # a call begins where that much of an answer would find room
 _CALLS_STEP = 16  # calls that a stream takes of the book at once
+_UNPROVEN_S = 5.0  # before another try, of a caller whose proofs do not hold
 _UNREAD_STEP_BYTES = 64 << 10  # likewise, of unread answers
 
 
@@ -51,6 +69,7 @@ class Server:
         self.crew = crew
         self.room = room
         self.rates = rates
+        self.unproven = UnprovenCalls(room.book)
         self.protocols: dict[str, dict[bytes, Method]] = {}
         self.gate: Gate | None = None
 
@@ -77,7 +96,7 @@ class ServedStream:
         unread = Tab(book, Means.ANSWERS, user, step=_UNREAD_STEP_BYTES)
         self.peer = stream.peer
         self.outbox = Outbox(unread)
-        self._server, self._user = server, user
+        self._server, self.user = server, user
         self._stream = stream
         self._tasks = tasks
         self._methods = server.protocols.get(stream.protocol, {})
@@ -190,6 +209,17 @@ class ServedStream:
         if self._idle is not None and not self._calls:
             self._idle.set()
 
+    def note_failure(self, error: PeerdError) -> None:
+        """A call of this stream has failed: one whose proof does not hold counts against its caller."""
+        if isinstance(error, RemoteError) and error.unproven:
+            why = self._server.unproven.count(trio.current_time(), self.user)
+            if why is not None:
+                _log.warning("peer %s shows proofs that do not hold, and is refused unread now: %s", self.peer, why)
+
+    def moved_bytes(self) -> int:
+        """Bytes that the peer has sent us as payloads, or taken of this stream's answers."""
+        return self._server.rates.total_bytes(self.peer) + self.outbox.sent_bytes
+
     def give_back(self, held_bytes: int) -> None:
         """A call has ended, and lets go of so many bytes."""
         self._running.give()
@@ -263,18 +293,19 @@ class ServedStream:
                 error = method.frames_objection(self.peer, message.headers)
             if error is not None:
                 method.load.counters.refused += 1
+                self.note_failure(error)
                 self._refuse(message.id, error)
                 return None
             call = self._take_up(message, method, body, held_bytes)
         finally:
             if call is None:  # it lets go of nothing by itself
-                method.load.leave(self.peer, 0.0)
+                method.load.leave(self.user, 0.0)
                 self.give_back(held_bytes)
         return call
 
     def _take_up(self, message: RpcMessage, method: Method, body: msgspec.Struct, held_bytes: int) -> ServedCall:
         """A call that is counted, and that nobody objects to."""
-        deadline = trio.current_time() + min(message.timeout_ms / 1000, method.load.limits.deadline_s)
+        deadline = trio.current_time() + min(message.timeout_ms / 1000, method.load.declared.deadline_s)
         call = self._calls[message.id] = ServedCall(self, message.id, method, body, deadline)
         call.held_bytes = held_bytes
         if method.streaming is not None:
@@ -289,10 +320,14 @@ class ServedStream:
             return Refused(closed)
         if (message.kind == wire.OPEN) != (method.streaming is not None):
             return Refused(f"{method.name.full} is a {'unary' if method.unary else 'streaming'} call")
-        limits = method.load.limits
-        fault = limits.objection(len(message.body), len(message.headers), message.frame_bytes)
+        declared = method.load.declared
+        fault = declared.objection(len(message.body), len(message.headers), message.frame_bytes, message.rows)
         if fault is not None:
             return Refused(fault)
+        if declared.shows is Shows.MEMBERSHIP and not self._server.room.book.is_member(self.peer.text):
+            return Refused(f"{method.name.full} is for members, which have helped to make a step")
+        if (why := self._server.unproven.objection(trio.current_time(), self.user)) is not None:
+            return Overloaded(f"too many calls showed a proof that does not hold: {why}", _UNPROVEN_S)
         if len(self._calls) >= RPC_CALLS_PER_STREAM:
             return Overloaded(f"{len(self._calls)} calls of yours are running", method.load.retry_after_s())
         return None
@@ -300,17 +335,34 @@ class ServedStream:
     def _crowd(self, method: Method, held_bytes: int) -> Overloaded | None:
         """Why there is no room for a call; None: it is counted in the method's load and in the book now."""
         book, load = self._server.room.book, method.load
-        if book.used(Means.ANSWERS) and (full := book.objection(Means.ANSWERS, self._user, _ANSWER_BYTES)) is not None:
+        if book.used(Means.ANSWERS) and (full := book.objection(Means.ANSWERS, self.user, _ANSWER_BYTES)) is not None:
             return Overloaded(f"too many answers are unread: {full}", load.retry_after_s())
         if (full := self._running.take()) is not None:
             return Overloaded(f"too many calls are running: {full}", load.retry_after_s())
         if held_bytes and (full := self.share.take(held_bytes)) is not None:
             self._running.give()
             return Overloaded(f"too many bytes are being received: {full}", load.retry_after_s())
-        if (full := load.enter(self.peer)) is not None:
+        if (crowd := load.enter(self.user, book.is_member)) is not None:
             self.give_back(held_bytes)
-            return Overloaded(full, load.retry_after_s())
+            self._make_way(method, crowd)
+            return Overloaded(f"too many calls of this method are running: {crowd.why}", load.retry_after_s())
         return None
+
+    def _make_way(self, method: Method, crowd: Crowd) -> None:
+        """End the call within the crowded share whose caller has not moved for longest, if that is long: the next
+        attempt of this caller finds its place.
+        """
+        now = trio.current_time()
+        rivals = [call for call in method.under_way if crowd.scope == EVERYBODY or self._shares(call, crowd.scope)]
+        stalled = max(((call.stalled_s(now), -at) for at, call in enumerate(rivals)), default=(0.0, 0))
+        if stalled[0] >= RPC_STALL_S:
+            call = rivals[-stalled[1]]
+            _log.info("%s gives way: the caller has not moved for %.0f s", call.about(), stalled[0])
+            call.give_way()
+
+    def _shares(self, call: ServedCall, scope: int) -> bool:
+        """True when this call's user and ours share the peer, the place or the region: whatever `scope` says."""
+        return call.user[scope] == self.user[scope]
 
     def _refuse(self, call_id: int, error: PeerdError) -> None:
         if self.outbox.put(encode_failure(call_id, error)) is not None:
@@ -321,7 +373,7 @@ class ServedStream:
         if not message.headers:
             return True
         try:
-            frames = await self._inbound.frames(message, call.deadline)
+            frames = await self._inbound.frames(message, call.deadline, None, call.in_round)
         except (Overloaded, TooSlow) as error:
             call.cancel(error)
             await self._inbound.skip()

@@ -16,9 +16,9 @@ And no stranger's use keeps a member of the run from a copy.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import trio
 
@@ -35,6 +35,7 @@ from peerd.core.limits import (
     STATE_LEAST_BYTES_PER_S,
     STATE_MEETING,
     STATE_NAMED_COPIES,
+    STATE_PIECE_BYTES,
     STATE_PIECES,
     STATE_USERS,
 )
@@ -42,7 +43,8 @@ from peerd.core.messages.encoding import Empty
 from peerd.core.messages.state import DIGEST_BYTES, StateItem, StateLayout, piece_digest
 from peerd.core.messages.swarm import Position, StateDigests, StateManifest, StatePiece, StateRelease, StateRequest
 from peerd.core.work import Worker
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.machine.rpc.declaration import Declaration, Needs, Shows
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 
 # A copy that somebody has used within this time, and has not let go of, is in use: longer than a piece may take, so
 # that a joiner on a slow line does not lose its copy between two pieces.
@@ -65,6 +67,23 @@ class Methods(NamedTuple):
 
 STATE = Methods("state/1/manifest", "state/1/digests", "state/1/piece", "state/1/release", ahead=1)
 KEPT = Methods("kept/1/manifest", "kept/1/digests", "kept/1/piece", "kept/1/release", ahead=0)
+# A state and a total may be asked for at once. A copy of the state is kept for all callers together (STATE_COPIES).
+# Beside those that wait for a step (STATE_MEETING), strangers find places for questions that are answered at once.
+_SMALL: Final = Declaration(
+    shows=Shows.NOTHING, rows=None, memory_bytes=0, device_s=0.0, calls_per_peer=4, calls=2 * STATE_GIVEN
+)
+_FREEZING: Final = replace(_SMALL, memory_bytes=Needs.STATE)
+_PIECE: Final = replace(_SMALL, memory_bytes=STATE_PIECE_BYTES, calls_per_peer=STATE_GIVEN_PER_PEER, calls=STATE_GIVEN)
+DECLARED: Final = {
+    name: declared
+    for methods in (STATE, KEPT)
+    for name, declared in (
+        (methods.manifest, _FREEZING),
+        (methods.digests, _SMALL),
+        (methods.piece, _PIECE),
+        (methods.release, _SMALL),
+    )
+}
 Reached = Callable[[int], Awaitable[None]]
 Freeze = Callable[[], Awaitable[tuple[Position, list[StateItem]]]]
 Named = Callable[[Position], Awaitable[tuple[Position, list[StateItem]] | None]]
@@ -184,12 +203,10 @@ class Giving:
         self.is_member: Callable[[PeerId], bool] = lambda _: False  # of the run, as far as we know
         self._offers: dict[int, _Offer] = {}  # by stage
         self._meeting: set[PeerId] = set()  # callers that wait for a step
-        small = MethodLimits(calls_per_peer=4, calls=STATE_GIVEN)  # a state and a total may be asked for at once
-        pieces = MethodLimits(calls_per_peer=STATE_GIVEN_PER_PEER, calls=STATE_GIVEN)
-        rpc.serve(methods.manifest, StateRequest, self._give_manifest, limits=small)
-        rpc.serve(methods.digests, StateDigests, self._give_digests, limits=small)
-        rpc.serve(methods.piece, StatePiece, self._give_piece, limits=pieces)
-        rpc.serve(methods.release, StateRelease, self._release, limits=small)
+        rpc.serve(methods.manifest, StateRequest, self._give_manifest, declared=DECLARED[methods.manifest])
+        rpc.serve(methods.digests, StateDigests, self._give_digests, declared=DECLARED[methods.digests])
+        rpc.serve(methods.piece, StatePiece, self._give_piece, declared=DECLARED[methods.piece])
+        rpc.serve(methods.release, StateRelease, self._release, declared=DECLARED[methods.release])
 
     def offer(
         self,

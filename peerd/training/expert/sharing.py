@@ -26,9 +26,10 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
 from peerd.core.messages.experts import Pointer, TakenOver, TakeOver
 from peerd.machine.experts.sharing import HostShare, best_taker, experts_to_give, given_first, parts_of_all
+from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.role import RoleContext
 from peerd.service.experts.vault import Vault
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
+from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.expert.checkpoints import AdoptingHost, ExpertCheckpoints
 
 TAKE: Final = "sharing/1/take"
@@ -40,6 +41,17 @@ _REST_PERIODS: Final = 8.0  # in which a host that did not take an expert is lef
 _LOOKS: Final = 3  # for the claim of the next host
 _LOOK_S: Final = 0.5  # between them
 _LAST_GENERATION: Final = (1 << 53) - 1
+DECLARED: Final = {
+    TAKE: Declaration(
+        shows=Shows.OWNER,
+        rows=None,
+        memory_bytes=Needs.STATE,
+        device_s=0.0,
+        calls_per_peer=1,
+        calls=_AT_ONCE,
+        fetches=True,
+    )
+}
 
 
 class SharingHost(AdoptingHost, Protocol):
@@ -81,8 +93,7 @@ class ExpertSharing:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Give what is too much, and take what others give, until cancelled."""
-        limits = MethodLimits(calls_per_peer=1, calls=_AT_ONCE)
-        self._rpc.serve(TAKE, TakeOver, self._take, limits=limits)
+        self._rpc.serve(TAKE, TakeOver, self._take, declared=DECLARED[TAKE])
         try:
             task_status.started()
             while True:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, PeerdError, Refused
 from peerd.core.ids import PeerId
 from peerd.core.limits import BATCH_TRAINERS, GRANTS_VERIFIED, HELD_CONDUCTORS
@@ -28,7 +29,9 @@ class Admissions:
         self._followed: dict[PeerId, None] = {}  # at this position
         self._followed_before: dict[PeerId, None] = {}
         self._verified: dict[bytes, tuple[str, Grant]] = {}  # signature -> (trainer, grant), oldest first
-        self._trainers: OrderedDict[str, None] = OrderedDict()  # that have shown a valid one; the latest last
+        # Signature of a grant that did not count -> (trainer, grant, the conductors that it is not of).
+        self._failed = BoundedDict[bytes, tuple[str, Grant, tuple[PeerId, ...]]](GRANTS_VERIFIED)
+        self._helpers: OrderedDict[str, None] = OrderedDict()  # trainers that helped to make a step; the latest last
 
     def follow(self, conductor: PeerId | None) -> None:
         """Note a conductor that has answered this peer: its grants count."""
@@ -37,9 +40,12 @@ class Admissions:
             if len(self._followed) > HELD_CONDUCTORS:
                 del self._followed[next(iter(self._followed))]
 
-    def has_admitted(self, peer: str) -> bool:
-        """True when a conductor that we follow has lately admitted microbatches of this peer."""
-        return peer in self._trainers
+    def has_helped(self, peer: str) -> bool:
+        """True when a grant of a conductor that we followed says that this trainer has helped to make a step.
+
+        A grant alone makes nobody a member: it costs one wish.
+        """
+        return peer in self._helpers
 
     def arrive(self) -> None:
         """Note a new position: conductors followed at it and at the one before it count, earlier ones no longer."""
@@ -54,21 +60,33 @@ class Admissions:
             return Refused(f"the grant is for step {shown.step}, the call for {step}")
         if seq not in shown.seqs:
             return Refused(f"the grant does not name microbatch {seq}")
-        if self._verified.get(shown.signature) == (trainer.text, shown) or self._is_valid(trainer, shown):
+        if self._verified.get(shown.signature) == (trainer.text, shown):
             return None
-        return Overloaded("the grant is not of a conductor that this peer follows", _AGAIN_S)
+        error = Overloaded("the grant is not of a conductor that this peer follows", _AGAIN_S)
+        conductors = self._conductors()
+        if self._failed.get(shown.signature) == (trainer.text, shown, conductors):
+            return error  # it costs nothing to say so again
+        if self._is_valid(trainer, shown, conductors):
+            return None
+        self._failed[shown.signature] = trainer.text, shown, conductors
+        return error.as_unproven()
 
-    def _is_valid(self, trainer: PeerId, shown: Grant) -> bool:
+    def _conductors(self) -> tuple[PeerId, ...]:
+        """Those whose grants count, the latest last."""
         conductors = {**self._followed_before, **self._followed}
         if (now := self._conductor()) is not None:
             conductors[now] = None
+        return tuple(conductors)
+
+    def _is_valid(self, trainer: PeerId, shown: Grant, conductors: tuple[PeerId, ...]) -> bool:
         if not any(is_granted(conductor, self._run, trainer.text, shown) for conductor in reversed(conductors)):
             return False
         self._verified[shown.signature] = trainer.text, shown
-        self._trainers[trainer.text] = None
-        self._trainers.move_to_end(trainer.text)
-        if len(self._trainers) > BATCH_TRAINERS:
-            self._trainers.popitem(last=False)
+        if shown.helped:
+            self._helpers[trainer.text] = None
+            self._helpers.move_to_end(trainer.text)
+            if len(self._helpers) > BATCH_TRAINERS:
+                self._helpers.popitem(last=False)
         if len(self._verified) > GRANTS_VERIFIED:
             del self._verified[next(iter(self._verified))]
         return True

@@ -64,7 +64,7 @@ class Post:
         self.state = PostState(ctx, stage, self.saving, own)
         self.session = ConductorSession(services, stage, self)
         self.admissions = Admissions(services.fingerprint, lambda: self._following.conductor)
-        ctx.host.book.members_by(self.admissions.has_admitted)
+        ctx.host.book.members_by(self.admissions.has_helped)
         self.serving = Serving(ctx, ctx.run, self)
         self.handover = HandOver(ctx, services, self, self.serving)
         self._rounds = Rounds(ctx.run, services, self._coding, ctx.host.id)

@@ -31,6 +31,7 @@ def test_a_grant_that_was_changed_does_not_count() -> None:
         Grant(shown.term, shown.step, Seqs.of([1, 2, 9, 10]), shown.signature),
         Grant(shown.term, shown.step, shown.seqs, shown.signature[:-1]),
         Grant(shown.term, shown.step, shown.seqs, b""),
+        Grant(shown.term, shown.step, shown.seqs, shown.signature, helped=True),
     ):
         assert not proof.is_granted(CONDUCTOR.peer_id, RUN, TRAINER_NAME, changed)
 

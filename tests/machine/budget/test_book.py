@@ -50,11 +50,22 @@ def test_strangers_leave_what_is_reserved_for_members() -> None:
     assert some.take(Means.LINKS, User("member 2", "10.0.0.1", "10.0.0.0/24"), 3) == "all together have 38"
 
 
-def test_members_of_one_household_are_bounded_by_peer_alone() -> None:
+def test_members_of_one_household_have_half_together_and_some_of_it_whatever_strangers_there_have() -> None:
     some = book()
-    for number in range(5):
-        assert some.take(Means.LINKS, User(f"member {number}", "10.0.0.1", "10.0.0.0/24"), 8) is None
-    assert some.used(Means.LINKS) == 40
+    assert some.take(Means.LINKS, User("stranger", "1.0.0.1", "1.0.0.0/24"), 8) is None
+    assert some.take(Means.LINKS, User("another", "1.0.0.1", "1.0.0.0/24"), 2) is None
+    for number in range(2):
+        assert some.take(Means.LINKS, User(f"member {number}", "1.0.0.1", "1.0.0.0/24"), 5) is None
+    assert some.take(Means.LINKS, User("member 2", "1.0.0.1", "1.0.0.0/24")) == "1.0.0.1 has 20"
+    assert some.take(Means.LINKS, User("member 2", "1.0.0.2", "1.0.0.0/24"), 8) is None
+
+
+def test_members_at_one_private_address_leave_a_quarter_to_others() -> None:
+    some = book()
+    here = [user_at(f"member {number}", Multiaddr("/ip4/127.0.0.1/tcp/1")) for number in range(5)]
+    assert [some.take(Means.LINKS, user, 6) is None for user in here] == [True] * 5
+    assert some.take(Means.LINKS, here[0], 1) == "127.0.0.1 has 30"
+    assert some.take(Means.LINKS, MEMBER, 8) is None
 
 
 def test_what_was_never_taken_cannot_be_given_back() -> None:

@@ -39,7 +39,7 @@ def test_the_list_of_members_is_sorted_and_ends_with_the_helpers() -> None:
     roster = two_stages()
     roster.note_line("a", 0, LineInfo("client"), ())
     roster.note_line("0", 1, LineInfo("aux"), ("/ip4/10.0.0.1/tcp/1",))
-    told = roster.members(lambda peer, position: position == ONE, ())
+    told = roster.members(lambda peer, position: position == ONE)
     assert [(m.peer, m.stage, m.ready, m.client) for m in told] == [
         ("a", 0, False, True),
         ("b", 0, True, False),
@@ -136,17 +136,17 @@ def test_the_list_of_members_names_rates_and_small_changes_of_them_are_no_news()
     roster = two_stages()
     version = roster.listed
     roster.note_rates({"a": 4.0, "b": 2.0, "stranger": 1.0})
-    assert {m.peer: m.rate for m in roster.members(lambda peer, position: True, ())} == {"a": 4.0, "b": 2.0, "c": 0.0}
+    assert {m.peer: m.rate for m in roster.members(lambda peer, position: True)} == {"a": 4.0, "b": 2.0, "c": 0.0}
     assert roster.listed > version
     version = roster.version
     roster.note_rates({"a": 5.9, "b": 1.4})
     assert roster.version == version
     roster.note_rates({"a": 6.1, "b": 1.4})
     assert roster.listed > version
-    assert [m.rate for m in roster.members(lambda peer, position: True, ())] == [6.1, 2.0, 0.0]
+    assert [m.rate for m in roster.members(lambda peer, position: True)] == [6.1, 2.0, 0.0]
     roster.remove("a")
     roster.enter(hello("a", START))
-    assert roster.members(lambda peer, position: True, ())[0].rate == 0.0, "another one may have come in its place"
+    assert roster.members(lambda peer, position: True)[0].rate == 0.0, "another one may have come in its place"
 
 
 def test_checkpoints_that_a_member_names_again_are_no_news() -> None:

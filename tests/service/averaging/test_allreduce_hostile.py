@@ -20,7 +20,8 @@ from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import AverageKey, Mbs, Party, Prepare
 from peerd.machine.averaging.allreduce import AveragingPlan, Part, RoundFailed
 from peerd.service.averaging.allreduce import METHOD, PartCoder, PlainParts, Vector
-from peerd.service.rpc.rpc import Answer, CallStream, Incoming, MethodLimits
+from peerd.service.rpc.rpc import Answer, CallStream, Incoming
+from tests.kit.declared import ANY, declared
 from tests.service.averaging.test_allreduce import Node, group, plan
 from tests.worlds.machines.fakehost import FakeNet
 from tests.worlds.machines.workers import InlineWorker
@@ -309,8 +310,8 @@ async def test_an_owner_that_answers_nonsense_is_named(autojump_clock: MockClock
             return Answer(Empty())
 
         liar.rpc.unserve("average/1")
-        liar.rpc.serve("average/1/alive", AverageKey, lives)
-        liar.rpc.serve_stream(METHOD, AverageKey, handler, limits=MethodLimits(frames=1, frame_bytes=1 << 20))
+        liar.rpc.serve("average/1/alive", AverageKey, lives, declared=ANY)
+        liar.rpc.serve_stream(METHOD, AverageKey, handler, declared=declared(frames=1, frame_bytes=1 << 20))
         for owner in honest:
             messages = [as_it_is(part, how.attempt) for part in mine(how, owner)]
             nursery.start_soon(exchange, liar, owner, messages)

@@ -14,6 +14,7 @@ from peerd.core.messages.swarm import AverageKey
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.service.averaging.allreduce import METHOD, PlainParts, Vector
 from peerd.service.rpc.rpc import CallStream, Incoming
+from tests.kit.declared import ANY
 from tests.service.averaging.test_allreduce import Node, group, run_all, send_part
 from tests.worlds.machines.workers import InlineWorker
 
@@ -117,7 +118,7 @@ async def test_an_owner_that_returns_too_few_or_too_many_sums_is_named(autojump_
 
     async with group(2) as (_, nodes):
         nodes[1].rpc.unserve("average/1")
-        nodes[1].rpc.serve_stream(METHOD, AverageKey, lie)
+        nodes[1].rpc.serve_stream(METHOD, AverageKey, lie, declared=ANY)
         how = plan(nodes, [nodes[0]], (0.0, 1.0), 512)
         with pytest.raises(RoundFailed) as failed:
             await nodes[0].averaging.sum(how, np.ones(512, dtype="float32"), InlineWorker())

@@ -19,6 +19,7 @@ from peerd.core.messages.swarm import Leave, MemberInfo
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.swarm.directory import StagePeer
+from tests.kit.declared import ANY
 from tests.worlds.machines.fakehost import FakeNet, TrioClock, fake_net
 
 
@@ -65,7 +66,7 @@ def conducts(rpc: Rpc, log: list[int], number: int) -> None:
         log.append(number)
         return Answer(Empty())
 
-    rpc.serve("swarm/4/test", Empty, answer)
+    rpc.serve("swarm/4/test", Empty, answer, declared=ANY)
 
 
 def refuses(rpc: Rpc, log: list[int], number: int) -> None:
@@ -73,7 +74,7 @@ def refuses(rpc: Rpc, log: list[int], number: int) -> None:
         log.append(number)
         raise Refused(f"{NOT_CONDUCTING}, somebody should")
 
-    rpc.serve("swarm/4/test", Empty, answer)
+    rpc.serve("swarm/4/test", Empty, answer, declared=ANY)
 
 
 class LivingLinks:
@@ -101,7 +102,7 @@ async def test_one_that_answers_pings_and_no_calls_is_asked_twice_and_then_the_n
             await trio.sleep_forever()
             raise AssertionError
 
-        rpcs[1].serve("swarm/4/test", Empty, hang)
+        rpcs[1].serve("swarm/4/test", Empty, hang, declared=ANY)
         conducts(rpcs[2], log, 2)
         links = LivingLinks()
         me = Following(rpcs[0], ids[0], directory, ways=links)
@@ -207,7 +208,7 @@ async def test_a_refusal_is_shown_and_asked_again(autojump_clock: MockClock) -> 
                 raise Refused("the conductor is somebody else")
             return Answer(Empty())
 
-        rpcs[1].serve("swarm/4/test", Empty, answer)
+        rpcs[1].serve("swarm/4/test", Empty, answer, declared=ANY)
         directory.add(ids[1], 1.0)
         me = following(rpcs[0], ids[0], directory)
         await me.ask("swarm/4/test", Empty, Empty, 5.0)
@@ -286,7 +287,7 @@ async def test_the_duty_passes_over_one_that_refuses_while_all_others_do(autojum
                 raise Refused(f"{NOT_CONDUCTING}, {me.duty().short} should")
             return Answer(Empty())
 
-        rpcs[0].serve("swarm/4/test", Empty, own)
+        rpcs[0].serve("swarm/4/test", Empty, own, declared=ANY)
         assert me.duty() == ids[1]
         with trio.fail_after(10.0):
             await me.ask("swarm/4/test", Empty, Empty, 5.0)
@@ -304,7 +305,7 @@ async def test_of_refusals_the_conductors_own_is_shown(autojump_clock: MockClock
                 return Answer(Empty())
             raise Refused("your token does not allow stage")
 
-        rpcs[1].serve("swarm/4/test", Empty, deny)
+        rpcs[1].serve("swarm/4/test", Empty, deny, declared=ANY)
         refuses(rpcs[2], [], 2)
         directory.add(ids[1], 1.0)
         directory.add(ids[2], 2.0)
@@ -333,8 +334,8 @@ async def test_who_leaves_tells_the_conductor_and_waits_no_longer_than_a_second_
             await trio.sleep_forever()
             raise AssertionError
 
-        rpcs[1].serve("swarm/4/leave", Leave, leaves)
-        rpcs[2].serve("swarm/4/leave", Leave, hangs)
+        rpcs[1].serve("swarm/4/leave", Leave, leaves, declared=ANY)
+        rpcs[2].serve("swarm/4/leave", Leave, hangs, declared=ANY)
         me, run = following(rpcs[0], ids[0], directory), bytes(16)
         for conductor in (None, ids[0]):  # nobody, or we ourselves: there is nothing to say
             me.conductor = conductor

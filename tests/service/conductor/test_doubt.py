@@ -10,8 +10,9 @@ from peerd.core.errors import TooSlow
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.encoding import Empty
 from peerd.net.host.host import PeerDown
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock
+from tests.kit.declared import declared
 from tests.worlds.network.hosts import running_hosts
 
 CALL_S = 10.0
@@ -32,7 +33,7 @@ async def test_a_peer_that_says_nothing_at_all_is_lost_soon_after_the_first_call
         rpcs = [Rpc(host, SimClock(1, name)) for name, host in (("a", a), ("b", b))]
         for rpc in rpcs:
             await nursery.start(rpc.run)
-        rpcs[1].serve("late/1/answer", Empty, never, limits=MethodLimits(frames=1, frame_bytes=64))
+        rpcs[1].serve("late/1/answer", Empty, never, declared=declared(frames=1, frame_bytes=64))
         await a.connect(b.id, [hosts.addr("b")])
         with a.watch() as events:
             if dead:

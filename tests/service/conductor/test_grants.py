@@ -38,3 +38,7 @@ def test_a_grant_holds_for_its_trainer_alone_and_is_signed_anew_only_when_it_cha
     assert (more, again) != (None, None)
     assert more != again
     assert sign.times == 4
+    helped = granting.grant(4, 7, "t", [4, 5, 9, 11], helped=True)
+    assert helped is not None
+    assert (helped.helped, again is not None and again.helped, sign.times) == (True, False, 5)
+    assert is_granted(CONDUCTOR.peer_id, RUN, "t", helped)

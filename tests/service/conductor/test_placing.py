@@ -17,6 +17,7 @@ from peerd.service.run_services import RunServices
 from peerd.service.swarm.directory import StagePeer
 from peerd.sim.programs import swarm
 from peerd.sim.world import Node, World
+from tests.kit.declared import ANY
 from tests.kit.exact import run_file, write_texts
 
 HERE, ELSEWHERE = 0, 1
@@ -70,7 +71,7 @@ async def test_of_a_mate_that_is_too_busy_to_say_its_record_counts(tmp_path: Pat
     async with World(1, swarm()).running() as world, trio.open_nursery() as nursery:
         (_, first), (other, _) = await mates(world, nursery, tmp_path)
         other.rpc.unserve("posts/1")
-        other.rpc.serve(POSTS, WhichPosts, busy)
+        other.rpc.serve(POSTS, WhichPosts, busy, declared=ANY)
         assert not await first.may_leave(HERE, [other.id.text])
         progress = StageProgress(HERE, 0.0, 0, 0, 0.0, "cpu", "", "", [])
         first._directory.announced[other.id, HERE] = StagePeer(other.id, progress)

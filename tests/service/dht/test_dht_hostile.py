@@ -28,6 +28,7 @@ from peerd.service.rpc.types import Answer, Incoming
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import stack_on
 from peerd.sim.world import Node, World
+from tests.kit.declared import ANY
 
 KEY = Key.of("run/stage/0")
 
@@ -199,8 +200,8 @@ async def answering(mallory: Node, to: Node, answer: Callable[[], wire.RecordsMe
     async def pong(incoming: Incoming[wire.PingMessage]) -> Answer[wire.PongMessage]:
         return Answer(wire.PongMessage(None))
 
-    mallory.rpc.serve("dht/3/get", wire.FindMessage, records)
-    mallory.rpc.serve("dht/3/ping", wire.PingMessage, pong)
+    mallory.rpc.serve("dht/3/get", wire.FindMessage, records, declared=ANY)
+    mallory.rpc.serve("dht/3/ping", wire.PingMessage, pong, declared=ANY)
     hello = wire.HelloMessage([mallory.addr.to_bytes()], mallory.clock.wall())
     await mallory.rpc.call(to.id, "dht/3/ping", wire.PingMessage(hello), wire.PongMessage, timeout_s=5)
     return asked
@@ -247,7 +248,7 @@ def test_a_peer_that_never_answers_delays_but_does_not_stop_anyone() -> None:
             raise AssertionError
 
         for method, kind in (("get", wire.FindMessage), ("find", wire.FindMessage), ("store", wire.StoreMessage)):
-            mallory.rpc.serve(f"dht/3/{method}", kind, never)
+            mallory.rpc.serve(f"dht/3/{method}", kind, never, declared=ANY)
         hello = wire.HelloMessage([mallory.addr.to_bytes()], mallory.clock.wall())
         await mallory.rpc.call(a.id, "dht/3/ping", wire.PingMessage(hello), wire.PongMessage, timeout_s=5)
         started = trio.current_time()
@@ -362,8 +363,8 @@ def test_contacts_that_a_stranger_makes_up_lead_to_no_private_place_and_flood_no
             async def pong(call: Incoming[Any]) -> Answer[wire.PongMessage]:
                 return Answer(wire.PongMessage(hello))
 
-            mallory.rpc.serve("dht/3/find", wire.FindMessage, answer)
-            mallory.rpc.serve("dht/3/ping", wire.PingMessage, pong)
+            mallory.rpc.serve("dht/3/find", wire.FindMessage, answer, declared=ANY)
+            mallory.rpc.serve("dht/3/ping", wire.PingMessage, pong, declared=ANY)
             await mallory.host.connect_addr(a.full_addr)
             await mallory.rpc.call(a.id, "dht/3/ping", wire.PingMessage(hello), wire.PongMessage, timeout_s=5)
             begin = trio.current_time()

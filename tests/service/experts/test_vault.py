@@ -17,11 +17,17 @@ from peerd.core.errors import ProtocolViolation, Refused, RemoteError, Unreachab
 from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.experts import HolderOffer, PieceWanted, Pointer
+from peerd.core.messages.experts import HolderOffer, Keep, PieceWanted, Pointer
 from peerd.service.experts import vault_disk, vault_fetch
+from peerd.service.experts.vault import KEEP
 from peerd.service.experts.vault_disk import digests_of
+from peerd.service.peer_stack import peer_stack
 from peerd.service.rpc.rpc import Answer, Incoming
+from peerd.sim.clock import SimClock
+from peerd.sim.memory import MemoryTransport
+from tests.kit.declared import ANY
 from tests.kit.expert_runs import expert_run
+from tests.worlds.network.hosts import keypair
 from tests.worlds.roles.expertpeers import MIB, ExpertPeer, expert_swarm, pointer_to, state
 
 RUN = expert_run()
@@ -88,7 +94,7 @@ async def test_a_piece_that_lies_names_the_holder_and_comes_from_another(
             return Answer(Empty(), (TensorFrame("uint8", (len(spoilt),), spoilt),))
 
         liar.stack.rpc.unserve("vault/1")
-        liar.stack.rpc.serve(vault_fetch.GET, PieceWanted, lie)
+        liar.stack.rpc.serve(vault_fetch.GET, PieceWanted, lie, declared=ANY)
         assert await asker.vault.fetch(pointer, [liar.id, honest.id]) == data
         assert f"peer {liar.id}" in caplog.text
         with pytest.raises(Unreachable):  # it is asked for nothing more
@@ -110,7 +116,7 @@ async def test_a_holder_that_gives_no_right_piece_costs_an_error_and_no_more(
             return Answer(Empty(), (TensorFrame("uint8", (size,), bytes(size)),))
 
         liar.stack.rpc.unserve("vault/1")
-        liar.stack.rpc.serve(vault_fetch.GET, PieceWanted, lie)
+        liar.stack.rpc.serve(vault_fetch.GET, PieceWanted, lie, declared=ANY)
         with pytest.raises(RemoteError) as failure:
             await asker.vault.fetch(pointer, [liar.id])
         assert isinstance(failure.value, ProtocolViolation) == (wrong != "silence")
@@ -146,7 +152,7 @@ async def test_a_holder_that_dies_half_way_is_replaced(autojump_clock: MockClock
             return await give(call)
 
         mortal.stack.rpc.unserve("vault/1")
-        mortal.stack.rpc.serve(vault_fetch.GET, PieceWanted, die)
+        mortal.stack.rpc.serve(vault_fetch.GET, PieceWanted, die, declared=ANY)
         assert await asker.vault.fetch(pointer, [mortal.id, holder.id]) == data
         assert given > 3
 
@@ -200,7 +206,7 @@ async def test_a_host_that_drips_is_cut_off(autojump_clock: MockClock, tmp_path:
             return await host.vault._give(call)
 
         host.stack.rpc.unserve("vault/1")
-        host.stack.rpc.serve(vault_fetch.GET, PieceWanted, drip)
+        host.stack.rpc.serve(vault_fetch.GET, PieceWanted, drip, declared=ANY)
         with pytest.raises(RemoteError):
             await host.vault.hand(pointer, holder.id)
         await trio.sleep(300)
@@ -310,3 +316,28 @@ async def test_a_peer_that_is_there_answers_and_one_that_is_not_does_not(
         assert await one.vault.answers(other.id, 5.0)
         other.stop()
         assert not await one.vault.answers(other.id, 5.0)
+
+
+async def test_strangers_of_one_address_that_never_answer_stop_no_copies(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async def silence(call: Incoming[PieceWanted]) -> Answer[Empty]:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    async with expert_swarm(tmp_path) as swarm:
+        host, holder = await swarm.start("host", "holder")
+        machine = MemoryTransport(swarm.net, swarm.net.add_node("attacker", ip="203.0.113.5"))
+        for number in range(5):
+            name = f"attacker {number}"
+            stack = peer_stack(keypair(name), SimClock(1, name), [machine])
+            await swarm.nursery.start(stack.run)
+            stack.host.learn(holder.id, holder.stack.host.addrs())
+            stack.rpc.serve(vault_fetch.GET, PieceWanted, silence, declared=ANY)
+            for version in (1, 2):
+                pointer = pointer_to(state(version, 100), name, RUN, Uid(0, (1, number)), version=version)
+                stack.rpc.tell(holder.id, KEEP, Keep(pointer), timeout_s=3600)
+        await trio.sleep(5)
+        pointer = await own(host, state(1))
+        await host.vault.hand(pointer, holder.id)
+        assert holder.vault.held == [pointer]

@@ -26,9 +26,10 @@ from peerd.service.conductor.grants import Granting
 from peerd.service.conductor.network_desk import FILLED_PEERS, REPORT_PAUSE_S, NetworkDesk
 from peerd.service.conductor.tenure import Tenure
 from peerd.service.network.link_watch import LinkWatch, ReadMap
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock
 from peerd.sim.simnet import SimPath
+from tests.kit.declared import ANY, declared
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts
 
 RUN = b"r" * 16
@@ -69,7 +70,7 @@ class Swarm:
         async def take(call: Incoming[Empty]) -> Answer[Empty]:
             return Answer(Empty())
 
-        rpc.serve("bulk/1/take", Empty, take, limits=MethodLimits(frames=1, frame_bytes=1 << 20))
+        rpc.serve("bulk/1/take", Empty, take, declared=declared(frames=1, frame_bytes=1 << 20))
         for other in self.peers:
             await host.connect(keypair(other).peer_id, [self.hosts.addr(other)])
         await trio.sleep(1.0)  # the other side has the link a moment later
@@ -231,11 +232,11 @@ async def test_a_map_without_end_or_with_pairs_of_nobody_costs_the_reader_little
         async def wrong(call: Incoming[NetworkMapAsk]) -> Answer[NetworkPart]:
             return Answer(NetworkPart(["x"], part.pairs, 9, True))
 
-        other.rpc.serve("network/1/map", NetworkMapAsk, endless)
+        other.rpc.serve("network/1/map", NetworkMapAsk, endless, declared=ANY)
         read = await one.watch.read_map(other.host.id)
         assert read.more
         assert len(read.pairs) == 8
         other.rpc.unserve("network/1")
-        other.rpc.serve("network/1/map", NetworkMapAsk, wrong)
+        other.rpc.serve("network/1/map", NetworkMapAsk, wrong, declared=ANY)
         with pytest.raises(ProtocolViolation):
             await one.watch.read_map(other.host.id)

@@ -16,6 +16,7 @@ from peerd.net.host.host import Host
 from peerd.service.access import Access
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock
+from tests.kit.declared import ANY
 from tests.worlds.network.hosts import Hosts, running_hosts
 from tests.worlds.network.members import Papers, run_file, token
 
@@ -42,7 +43,7 @@ async def first_and_second(hosts: Hosts, *, tokens: bool) -> list[float]:
     """Round trips of the first call between two hosts that have not met, and of the next."""
     a, b = [await hosts.start(name, latency_s=ONE_WAY_S) for name in "ab"]
     asking, asked = [await calls_of(hosts, host, name, tokens=tokens) for host, name in ((a, "a"), (b, "b"))]
-    asked.serve("first/1/ask", Empty, answer)
+    asked.serve("first/1/ask", Empty, answer, declared=ANY)
     a.learn(b.id, [hosts.addr("b")])
     took = []
     for _ in range(2):

@@ -15,6 +15,7 @@ from peerd.machine.rpc import codec as wire
 from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.room import Room, Share
 from peerd.service.rpc.rpc import CallStream, Encoded
+from tests.kit.declared import ANY
 from tests.worlds.machines.rpc_cases import BIG, FRAMES, Pair, Text, repeat
 from tests.worlds.machines.rpc_fake import fake_pair
 from tests.worlds.machines.rpc_stream_cases import Early
@@ -35,7 +36,7 @@ async def talk(pair: Pair, text: str = "hi") -> None:
 
 async def test_calls_one_after_the_other_share_a_stream_until_nobody_needs_it(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, net, a_host, _):
-        pair.b.serve_stream(METHOD, Text, repeat, limits=FRAMES)
+        pair.b.serve_stream(METHOD, Text, repeat, declared=FRAMES)
         for number in range(5):
             await talk(pair, str(number))
         assert len(a_host.opened) == 1
@@ -52,7 +53,7 @@ async def test_calls_one_after_the_other_share_a_stream_until_nobody_needs_it(au
 
 async def test_calls_at_one_time_never_share_a_stream_and_few_are_kept(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, _, a_host, b_host):
-        pair.b.serve_stream(METHOD, Text, repeat, limits=FRAMES)
+        pair.b.serve_stream(METHOD, Text, repeat, declared=FRAMES)
         async with AsyncExitStack() as stack:
             many = RPC_LANES + 3
             for _ in range(many):
@@ -69,7 +70,7 @@ async def test_calls_at_one_time_never_share_a_stream_and_few_are_kept(autojump_
 
 async def test_a_call_that_was_left_or_failed_takes_its_stream_with_it(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, net, a_host, b_host):
-        pair.b.serve_stream(METHOD, Text, repeat, limits=FRAMES)
+        pair.b.serve_stream(METHOD, Text, repeat, declared=FRAMES)
         await talk(pair)
         async with pair.a.stream(b_host.id, METHOD, Text("left"), timeout_s=5) as call:
             assert await call.receive(Text) is not None
@@ -92,7 +93,7 @@ async def test_a_call_that_was_left_or_failed_takes_its_stream_with_it(autojump_
 async def test_a_handler_that_has_said_all_hears_that_its_caller_has_left(autojump_clock: Clock) -> None:
     early = Early()
     async with fake_pair() as (pair, _, a_host, b_host):
-        pair.b.serve_stream(METHOD, Text, early)
+        pair.b.serve_stream(METHOD, Text, early, declared=ANY)
         for number in range(2):
             async with pair.a.stream(b_host.id, METHOD, Text(""), timeout_s=5) as call:
                 await call.send(Text(str(number)))

@@ -12,7 +12,8 @@ from peerd.core.limits import RPC_IDLE_S, RPC_PENDING
 from peerd.core.messages.encoding import Empty, encode
 from peerd.machine.rpc import codec as wire
 from peerd.service.rpc.loopback import LocalStream
-from peerd.service.rpc.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
+from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
+from tests.kit.declared import ANY, declared
 from tests.worlds.machines.fakehost import TrioClock, fake_net
 from tests.worlds.machines.rpc_cases import BIG, CASES, FRAMES, NEEDS_CUT, Case, Held, Text, ask, ask_empty, echo
 from tests.worlds.machines.rpc_fake import fake_pair
@@ -38,7 +39,7 @@ async def test_over_fake_hosts(case: Case, autojump_clock: Clock) -> None:
 
 async def test_small_calls_share_one_stream_that_opens_once(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, _, a_host, _):
-        pair.b.serve("t/1/echo", Text, echo)
+        pair.b.serve("t/1/echo", Text, echo, declared=ANY)
         async with trio.open_nursery() as nursery:
             for _ in range(10):
                 nursery.start_soon(ask, pair)
@@ -49,7 +50,7 @@ async def test_a_call_to_oneself_before_anything_is_served_does_not_spoil_later_
     async with fake_pair() as (pair, _, a_host, _):
         with pytest.raises(Refused, match="no such method"):
             await pair.a.call(a_host.id, "t/1/echo", Text("early"), Text, timeout_s=5.0)
-        pair.a.serve("t/1/echo", Text, echo)
+        pair.a.serve("t/1/echo", Text, echo, declared=ANY)
         answer = await pair.a.call(a_host.id, "t/1/echo", Text("later"), Text, timeout_s=5.0)
         assert answer.body == Text("later")
 
@@ -64,8 +65,8 @@ async def test_a_method_that_answers_with_frames_leaves_the_shared_stream(autoju
 async def test_large_calls_use_idle_streams_again_and_never_share_one(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, net, a_host, b_host):
         held = Held()
-        pair.b.serve("t/1/held", Text, held, limits=FRAMES)
-        pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
+        pair.b.serve("t/1/held", Text, held, declared=FRAMES)
+        pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
 
         async def large(method: str, timeout_s: float = 5.0) -> None:
             kind = Empty if method == "t/1/held" else Text
@@ -98,7 +99,7 @@ async def test_large_calls_use_idle_streams_again_and_never_share_one(autojump_c
 
 async def test_a_lost_link_is_replaced_by_the_next_call(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, net, a_host, b_host):
-        pair.b.serve("t/1/echo", Text, echo)
+        pair.b.serve("t/1/echo", Text, echo, declared=ANY)
         assert await ask(pair) == "hi"
         net.cut(a_host.id, b_host.id)
         with pytest.raises(Unreachable) as caught:
@@ -110,7 +111,7 @@ async def test_a_lost_link_is_replaced_by_the_next_call(autojump_clock: Clock) -
 
 async def test_a_shared_stream_that_nobody_uses_is_closed_and_opened_again(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, _, a_host, _):
-        pair.b.serve("t/1/echo", Text, echo)
+        pair.b.serve("t/1/echo", Text, echo, declared=ANY)
         await ask(pair)
         assert pair.a.status()["channels"] == 1
         await trio.sleep(RPC_IDLE_S * 2.5)
@@ -122,7 +123,7 @@ async def test_a_shared_stream_that_nobody_uses_is_closed_and_opened_again(autoj
 async def test_a_long_call_keeps_its_stream_open(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, *_):
         held = Held()
-        pair.b.serve("t/1/held", Text, held)
+        pair.b.serve("t/1/held", Text, held, declared=ANY)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask_empty, pair, "t/1/held", RPC_IDLE_S * 5)
             await trio.sleep(RPC_IDLE_S * 4)
@@ -135,7 +136,7 @@ async def test_a_long_call_keeps_its_stream_open(autojump_clock: Clock) -> None:
 @pytest.mark.slow
 async def test_calls_that_wait_are_bounded(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, *_):
-        pair.b.serve("t/1/held", Text, Held())
+        pair.b.serve("t/1/held", Text, Held(), declared=ANY)
         failures: list[Exception] = []
 
         async def call() -> None:
@@ -153,7 +154,7 @@ async def test_calls_that_wait_are_bounded(autojump_clock: Clock) -> None:
 
 async def test_a_caller_that_does_not_read_its_answers_is_not_read_any_more(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, _, a_host, b_host):
-        pair.b.serve("t/1/echo", Text, echo)
+        pair.b.serve("t/1/echo", Text, echo, declared=ANY)
         stream = await a_host.open_stream(b_host.id, "/peerd/t/1")
         body = encode(Text("x" * 10_000))
         sent = 0
@@ -199,9 +200,9 @@ async def test_a_hostile_caller_loses_its_stream_and_harms_nobody(sent: bytes, a
 
     async with fake_pair() as (pair, _, a_host, b_host):
         held = Held()
-        pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
-        pair.b.serve("t/1/held", Text, held)
-        pair.b.serve_stream("t/1/talk", Text, talk)
+        pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
+        pair.b.serve("t/1/held", Text, held, declared=ANY)
+        pair.b.serve_stream("t/1/talk", Text, talk, declared=ANY)
         stream = await a_host.open_stream(b_host.id, "/peerd/t/1")
         await stream.send(sent)
         await stream.close_write()
@@ -261,7 +262,7 @@ async def test_a_server_that_closes_its_stream_is_unreachable(autojump_clock: Cl
 
 async def test_payloads_that_stall_are_given_up_at_the_deadline(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, _, a_host, b_host):
-        pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
+        pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
         stream = await a_host.open_stream(b_host.id, "/peerd/t/1")
         headers, payloads = wire.encode_frames([BIG])
         await stream.send(wire.encode_call(wire.REQUEST, 1, b"echo", 2.0, encode(Text("")), headers, 1))
@@ -286,15 +287,15 @@ async def test_nothing_is_called_before_run_or_after_it(autojump_clock: Clock) -
         rpc = Rpc(net.host("a"), TrioClock())
         with pytest.raises(LocalError):
             await rpc.call(net.host("b").id, "t/1/echo", Text(""), Text, timeout_s=1)
-        rpc.serve("t/1/echo", Text, echo)
+        rpc.serve("t/1/echo", Text, echo, declared=ANY)
         with pytest.raises(LocalError):
-            rpc.serve("t/1/echo", Text, echo)
+            rpc.serve("t/1/echo", Text, echo, declared=ANY)
 
 
 async def test_calls_that_wait_fail_when_the_service_stops(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, _, a_host, b_host):
         held = Held()
-        pair.b.serve("t/1/held", Text, held)
+        pair.b.serve("t/1/held", Text, held, declared=ANY)
         rpc = Rpc(a_host, TrioClock())
         async with trio.open_nursery() as nursery, trio.open_nursery() as running:
             await running.start(rpc.run)
@@ -313,7 +314,7 @@ async def test_callers_learn_at_once_that_the_service_they_wait_for_has_stopped(
     async with fake_pair() as (pair, _, _, b_host):
         held = Held()
         rpc = Rpc(b_host, TrioClock())
-        rpc.serve("u/1/held", Text, held, limits=FRAMES)
+        rpc.serve("u/1/held", Text, held, declared=FRAMES)
         start = trio.current_time()
         async with trio.open_nursery() as nursery, trio.open_nursery() as running:
             await running.start(rpc.run)
@@ -339,7 +340,7 @@ async def test_a_cancelled_call_keeps_its_place_until_its_handler_has_ended(auto
                 await let_go.wait()
             return Answer(Empty())
 
-        pair.b.serve("t/1/stubborn", Text, stubborn, limits=MethodLimits(calls_per_peer=2))
+        pair.b.serve("t/1/stubborn", Text, stubborn, declared=declared(calls_per_peer=2))
         for _ in range(2):
             with pytest.raises(TooSlow):
                 await ask_empty(pair, "t/1/stubborn", 1.0)
@@ -358,7 +359,7 @@ async def test_an_answer_that_nobody_takes_holds_its_place_and_then_ends_the_str
         async def give(call: Incoming[Text]) -> Answer[Empty]:
             return Answer(Empty(), (BIG,))
 
-        pair.b.serve("t/1/give", Text, give, limits=MethodLimits(calls_per_peer=1))
+        pair.b.serve("t/1/give", Text, give, declared=declared(calls_per_peer=1))
         stream = await a_host.open_stream(b_host.id, "/peerd/t/1")
         await stream.send(wire.encode_call(wire.REQUEST, 1, b"give", 3.0, encode(Text(""))))
         await trio.testing.wait_all_tasks_blocked()
@@ -388,7 +389,7 @@ async def test_a_part_above_the_limits_ends_the_handler(autojump_clock: Clock) -
             finally:
                 ended.set()
 
-        pair.b.serve_stream("t/1/listen", Text, listen, limits=MethodLimits(body_bytes=100))
+        pair.b.serve_stream("t/1/listen", Text, listen, declared=declared(body_bytes=100))
         for part, frames in ((Text("x" * 200), ()), (Text(""), (BIG,))):
             ended = trio.Event()
             async with pair.a.stream(b_host.id, "t/1/listen", Text(""), timeout_s=60) as call:
@@ -412,7 +413,7 @@ async def test_a_worker_of_the_crew_outlives_neither_a_crash_nor_a_deadline(auto
             await trio.sleep(0.01)
             return Answer(call.body)
 
-        pair.b.serve("t/1/odd", Text, odd)
+        pair.b.serve("t/1/odd", Text, odd, declared=ANY)
         for text in ("a", "crash", "b", "sleep", "c") * 3:
             if text in ("crash", "sleep"):
                 with pytest.raises((Refused, TooSlow)):

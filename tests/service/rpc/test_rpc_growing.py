@@ -38,7 +38,7 @@ async def growing_answer(timeout_s: float = 600.0) -> AsyncIterator[tuple[Pair, 
         async def give(call: Incoming[Text]) -> Answer[Text]:
             return Answer(call.body, (making.frame,))
 
-        pair.b.serve("t/1/give", Text, give, limits=FRAMES)
+        pair.b.serve("t/1/give", Text, give, declared=FRAMES)
         stream = await a_host.open_stream(b_host.id, "/peerd/t/1")
         await stream.send(request(b"give", timeout_s=timeout_s))
         yield pair, b_host, making, stream
@@ -103,7 +103,7 @@ async def test_the_servers_deadline_ends_an_answer_that_is_never_made(autojump_c
 async def test_a_service_that_stops_ends_what_is_being_made_on_both_sides(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, _, a_host, b_host):
         held = Held()
-        pair.b.serve("t/1/held", Text, held, limits=FRAMES)
+        pair.b.serve("t/1/held", Text, held, declared=FRAMES)
         rpc, making = Rpc(a_host, TrioClock()), Making(ready=1 << 20)
         async with trio.open_nursery() as nursery, trio.open_nursery() as running:
             await running.start(rpc.run)
@@ -136,7 +136,7 @@ async def test_a_peer_that_cannot_be_reached_ends_a_call_before_its_payload_is_m
 
 async def test_an_idle_stream_is_used_again_after_a_payload_that_grew(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, _, a_host, b_host):
-        pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
+        pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
         for seed in range(3):
             making = Making(500_000, seed=seed)
             async with trio.open_nursery() as nursery:

@@ -15,12 +15,13 @@ from peerd.machine.rpc import codec as wire
 from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from tests.kit.declared import ANY, declared
 from tests.worlds.machines.rpc_cases import BIG, Text, echo
 
 pytestmark = [pytest.mark.socket, pytest.mark.slow]
 HERE = parse_addr("/ip4/127.0.0.1/tcp/0")
-LARGE = MethodLimits(body_bytes=1 << 20, frames=4, frame_bytes=256 << 20)
+LARGE = declared(body_bytes=1 << 20, frames=4, frame_bytes=256 << 20)
 
 
 def announced(call_id: int) -> bytes:
@@ -37,8 +38,8 @@ async def test_strangers_that_announce_all_and_read_nothing_keep_nobody_else_out
     clock = RealClock(1)
     served, honest, *strangers = (Host(Keypair.generate(clock.secure_bytes), clock, [TcpTransport()]) for _ in range(4))
     rpc, caller = Rpc(served, clock), Rpc(honest, clock)
-    rpc.serve("t/1/echo", Text, echo, limits=LARGE)
-    rpc.serve("t/1/large", Text, large)
+    rpc.serve("t/1/echo", Text, echo, declared=LARGE)
+    rpc.serve("t/1/large", Text, large, declared=ANY)
     async with trio.open_nursery() as nursery:
         for each in (rpc, caller):
             await nursery.start(each.run)

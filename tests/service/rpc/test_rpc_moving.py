@@ -16,6 +16,7 @@ from peerd.net.host.host import Host
 from peerd.net.link.link import Link
 from peerd.service.rpc.rpc import Rpc
 from peerd.sim.clock import SimClock
+from tests.kit.declared import ANY
 from tests.worlds.machines.rpc_cases import BIG, FRAMES, Held, Pair, Text, ask, echo, repeat
 from tests.worlds.network.hosts import Hosts, running_hosts
 from tests.worlds.network.ways import join
@@ -30,8 +31,8 @@ async def relayed_pair() -> AsyncIterator[tuple[Hosts, Pair, Host, Host, Link]]:
         relayed, _ = await join(hosts, a, b, Way.RELAYED, latency_s=0.1)
         await hosts.nursery.start(pair.a.run)
         await hosts.nursery.start(pair.b.run)
-        pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
-        pair.b.serve_stream("t/1/repeat", Text, repeat)
+        pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
+        pair.b.serve_stream("t/1/repeat", Text, repeat, declared=ANY)
         await trio.sleep(1)  # introductions
         yield hosts, pair, a, b, relayed
 
@@ -46,7 +47,7 @@ async def repeated(pair: Pair) -> None:
 async def test_calls_after_the_better_link_stands_travel_on_it(autojump_clock: Clock) -> None:
     async with relayed_pair() as (hosts, pair, a, b, relayed):
         held = Held()
-        pair.b.serve("t/1/held", Text, held)
+        pair.b.serve("t/1/held", Text, held, declared=ANY)
         await ask(pair)
         await pair.a.call(b.id, "t/1/echo", Text("x"), Text, frames=(BIG,), timeout_s=60)  # leaves an idle lane
         await repeated(pair)  # and another
@@ -93,7 +94,7 @@ async def test_a_streaming_call_goes_on_where_it_began_and_then_the_old_link_end
 async def test_a_call_left_on_the_old_link_still_meets_its_deadline(autojump_clock: Clock) -> None:
     async with relayed_pair() as (hosts, pair, a, b, _):
         held = Held()
-        pair.b.serve("t/1/held", Text, held)
+        pair.b.serve("t/1/held", Text, held, declared=ANY)
         await ask(pair)
         async with trio.open_nursery() as nursery:
 

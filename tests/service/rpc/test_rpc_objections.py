@@ -16,7 +16,7 @@ async def test_calls_that_a_method_objects_to_leave_nothing_in_the_book(autojump
         def objection(peer: PeerId, body: Text) -> RemoteError | None:
             return Refused("not this one")
 
-        s.rpc.serve("t/1/choosy", Text, echo, limits=LARGE, objection=objection)
+        s.rpc.serve("t/1/choosy", Text, echo, declared=LARGE, objection=objection)
         stream = await s.stream("stranger")
         for call_id in range(1, 101):
             await stream.send(call(call_id, "choosy", SOME if call_id % 2 else encode(Text("x"))))

@@ -30,7 +30,7 @@ async def lines() -> AsyncIterator[tuple[Rpc, Rpc, Host, Host]]:
         b_host = await hosts.start("b", up_mbit_s=1000.0, down_mbit_s=1000.0, latency_s=0.005)
         a_host.learn(b_host.id, [hosts.addr("b")])
         a, b = Rpc(a_host, TrioClock()), Rpc(b_host, TrioClock())
-        b.serve("t/1/echo", Text, echo, limits=FRAMES)
+        b.serve("t/1/echo", Text, echo, declared=FRAMES)
         for rpc in (a, b):
             await nursery.start(rpc.run)
         yield a, b, a_host, b_host
@@ -65,7 +65,7 @@ async def test_small_payloads_say_nothing(autojump_clock: Clock) -> None:
 
 async def test_a_payload_that_is_made_slowly_is_seen_at_the_rate_of_its_maker(autojump_clock: Clock) -> None:
     async with fake_pair() as (pair, _, a_host, b_host):
-        pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
+        pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
         making = Making(1 << 20)
 
         async def make() -> None:

@@ -16,6 +16,7 @@ from peerd.net.faults import Faults
 from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.peer_stack import peer_stack
+from tests.kit.declared import ANY
 from tests.worlds.machines.fakehost import leaves
 from tests.worlds.machines.rpc_cases import CASES, NEEDS_CUT, Case, Pair, Text, ask, echo
 from tests.worlds.machines.rpc_growing_cases import GROWING_CASES, GROWING_NEEDS_CUT
@@ -85,7 +86,7 @@ async def test_over_tcp(case: Case) -> None:
 
 async def test_a_call_over_tcp_and_one_after_the_link_was_lost() -> None:
     async with tcp_pair() as pair:
-        pair.b.serve("t/1/echo", Text, echo)
+        pair.b.serve("t/1/echo", Text, echo, declared=ANY)
         with trio.fail_after(60):
             assert await ask(pair) == "hi"
             pair.cut()

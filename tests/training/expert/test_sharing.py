@@ -13,8 +13,9 @@ from peerd.core.errors import Refused
 from peerd.core.experts.grid import Uid
 from peerd.core.messages.experts import TakenOver, TakeOver
 from peerd.machine.experts.sharing import HostShare
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
+from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.expert.sharing import TAKE
+from tests.kit.declared import declared
 from tests.kit.expert_runs import expert_run
 from tests.worlds.roles.expertpeers import ANNOUNCE_S, ExpertSwarm, MadeUpHost, expert_swarm, pointer_to, state
 
@@ -123,7 +124,7 @@ async def test_a_taker_that_never_answers_holds_an_expert_up_no_longer_than_its_
 async def offering(swarm: ExpertSwarm, take: Any) -> Any:
     """A peer that says it has room for experts, and answers as `take` does."""
     (other,) = await swarm.start("other")
-    other.stack.rpc.serve(TAKE, TakeOver, take, limits=MethodLimits())
+    other.stack.rpc.serve(TAKE, TakeOver, take, declared=declared())
     other.vault.adopts, other.vault.share = lambda: True, lambda: HostShare(0, 8, 0.01)
     assert await other.vault.announce()
     return other

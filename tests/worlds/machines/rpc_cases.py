@@ -25,8 +25,9 @@ from peerd.core.errors import (
 )
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.encoding import Empty, Message
-from peerd.service.rpc.rpc import Answer, CallStream, Incoming, MethodLimits, Rpc
+from peerd.service.rpc.rpc import Answer, CallStream, Incoming, Rpc
 from peerd.service.rpc.types import RpcHost
+from tests.kit.declared import ANY, declared
 
 
 class Text(Message, frozen=True):
@@ -73,7 +74,7 @@ Case = Callable[[Pair], Awaitable[None]]
 CASES: list[Case] = []
 NEEDS_CUT: list[Case] = []
 BIG = TensorFrame("uint8", (1 << 20,), bytes(range(256)) * 4096)
-FRAMES = MethodLimits(frames=4, frame_bytes=8 << 20)
+FRAMES = declared(frames=4, frame_bytes=8 << 20)
 
 
 def case(function: Case) -> Case:
@@ -104,7 +105,7 @@ async def a_call_is_answered(pair: Pair) -> None:
         seen.append(call)
         return Answer(Text(call.body.text.upper()))
 
-    pair.b.serve("t/1/shout", Text, shout)
+    pair.b.serve("t/1/shout", Text, shout, declared=ANY)
     before = trio.current_time()
     assert await ask(pair, "t/1/shout") == "HI"
     assert (seen[0].peer, seen[0].body, seen[0].frames) == (pair.a_host.id, Text("hi"), ())
@@ -113,7 +114,7 @@ async def a_call_is_answered(pair: Pair) -> None:
 
 @case
 async def many_calls_at_once_are_each_answered(pair: Pair) -> None:
-    pair.b.serve("t/1/echo", Text, echo)
+    pair.b.serve("t/1/echo", Text, echo, declared=ANY)
     answers: dict[int, str] = {}
 
     async def one(number: int) -> None:
@@ -131,8 +132,8 @@ async def many_calls_at_once_are_each_answered(pair: Pair) -> None:
 @case
 async def answers_come_in_the_order_they_are_ready(pair: Pair) -> None:
     slow = Held()
-    pair.b.serve("t/1/slow", Text, slow)
-    pair.b.serve("t/1/echo", Text, echo)
+    pair.b.serve("t/1/slow", Text, slow, declared=ANY)
+    pair.b.serve("t/1/echo", Text, echo, declared=ANY)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask_empty, pair, "t/1/slow")
         await slow.entered.wait()
@@ -154,7 +155,7 @@ async def ask_empty(pair: Pair, method: str, timeout_s: float = 5.0) -> None:
 
 @case
 async def frames_travel_both_ways(pair: Pair) -> None:
-    pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
+    pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
     frames = (BIG, TensorFrame("float32", (0, 3), b""), TensorFrame("float64", (2,), b"1234", "bf16"))
     answer = await pair.a.call(pair.b_host.id, "t/1/echo", Text("x"), Text, frames=frames, timeout_s=5)
     assert [(f.dtype, f.shape, f.coding, bytes(f.payload)) for f in answer.frames] == [
@@ -169,7 +170,7 @@ async def answers_with_frames_to_small_questions_get_streams_of_their_own(pair: 
     async def give(call: Incoming[Text]) -> Answer[Empty]:
         return Answer(Empty(), (BIG,))
 
-    pair.b.serve("t/1/give", Text, give)
+    pair.b.serve("t/1/give", Text, give, declared=ANY)
     for _ in range(3):
         answer = await pair.a.call(pair.b_host.id, "t/1/give", Text("x"), Empty, timeout_s=5)
         assert bytes(answer.frames[0].payload) == BIG.payload
@@ -181,7 +182,7 @@ async def an_answer_with_more_frames_than_the_caller_takes_is_a_violation(pair: 
     async def give(call: Incoming[Text]) -> Answer[Empty]:
         return Answer(Empty(), (BIG,))
 
-    pair.b.serve("t/1/give", Text, give)
+    pair.b.serve("t/1/give", Text, give, declared=ANY)
     with pytest.raises(ProtocolViolation) as caught:
         await pair.a.call(pair.b_host.id, "t/1/give", Text("x"), Empty, timeout_s=5, reply_frame_bytes=100)
     assert caught.value.peer == pair.b_host.id
@@ -194,7 +195,7 @@ async def errors_of_handlers_travel_by_type(pair: Pair) -> None:
     async def fail(call: Incoming[Text]) -> Answer[Text]:
         raise raised[-1]
 
-    pair.b.serve("t/1/fail", Text, fail, limits=FRAMES)
+    pair.b.serve("t/1/fail", Text, fail, declared=FRAMES)
     for frames in ((), (BIG,)):
         for error, kind in (
             (Refused("not you"), Refused),
@@ -226,8 +227,8 @@ async def a_handler_that_crashes_fails_its_own_call_only(pair: Pair) -> None:
             "mix": ExceptionGroup("", [KeyError(), Refused("")]),
         }[call.body.text]
 
-    pair.b.serve("t/1/held", Text, held)
-    pair.b.serve("t/1/crash", Text, crash)
+    pair.b.serve("t/1/held", Text, held, declared=ANY)
+    pair.b.serve("t/1/crash", Text, crash, declared=ANY)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask_empty, pair, "t/1/held")
         await held.entered.wait()
@@ -240,8 +241,8 @@ async def a_handler_that_crashes_fails_its_own_call_only(pair: Pair) -> None:
 
 @case
 async def methods_that_are_not_served_are_refused(pair: Pair) -> None:
-    pair.b.serve("t/1/echo", Text, echo)
-    pair.b.serve_stream("t/1/talk", Text, repeat)
+    pair.b.serve("t/1/echo", Text, echo, declared=ANY)
+    pair.b.serve_stream("t/1/talk", Text, repeat, declared=ANY)
     for method in ("t/1/other", "t/1/talk", "u/1/echo", "t/2/echo"):
         with pytest.raises(Refused) as caught:
             await ask(pair, method)
@@ -257,7 +258,7 @@ async def methods_that_are_not_served_are_refused(pair: Pair) -> None:
 
 @case
 async def a_body_of_another_type_costs_the_stream_and_not_the_service(pair: Pair) -> None:
-    pair.b.serve("t/1/echo", Text, echo)
+    pair.b.serve("t/1/echo", Text, echo, declared=ANY)
     with pytest.raises(Unreachable):
         await pair.a.call(pair.b_host.id, "t/1/echo", Number(3), Text, timeout_s=5)
     assert isinstance(pair.crashes[0][1], ProtocolViolation)
@@ -272,7 +273,7 @@ async def a_deadline_ends_the_call_on_both_sides(pair: Pair) -> None:
     for frames in ((), (BIG,)):
         held = Held()
         pair.b.unserve("t/1")
-        pair.b.serve("t/1/held", Text, held, limits=FRAMES)
+        pair.b.serve("t/1/held", Text, held, declared=FRAMES)
         with pytest.raises(TooSlow) as caught:
             await pair.a.call(pair.b_host.id, "t/1/held", Text(""), Empty, frames=frames, timeout_s=0.2)
         assert caught.value.peer == pair.b_host.id
@@ -283,18 +284,18 @@ async def a_deadline_ends_the_call_on_both_sides(pair: Pair) -> None:
 
 @case
 async def the_servers_own_deadline_is_kept(pair: Pair) -> None:
-    pair.b.serve("t/1/held", Text, Held(), limits=MethodLimits(deadline_s=0.1))
+    pair.b.serve("t/1/held", Text, Held(), declared=declared(deadline_s=0.1))
     with pytest.raises(TooSlow, match="the deadline passed"):
         await ask(pair, "t/1/held", timeout_s=5)
 
 
 @case
 async def a_cancelled_caller_cancels_the_handler(pair: Pair) -> None:
-    pair.b.serve("t/1/echo", Text, echo)
+    pair.b.serve("t/1/echo", Text, echo, declared=ANY)
     for frames in ((), (BIG,)):
         held = Held()
         pair.b.unserve("u/1")
-        pair.b.serve("u/1/held", Text, held, limits=FRAMES)
+        pair.b.serve("u/1/held", Text, held, declared=FRAMES)
         async with trio.open_nursery() as nursery:
 
             async def call(frames: tuple[TensorFrame, ...]) -> None:
@@ -312,7 +313,7 @@ async def a_cancelled_caller_cancels_the_handler(pair: Pair) -> None:
 
 @case
 async def limits_are_checked_before_payloads_are_taken(pair: Pair) -> None:
-    pair.b.serve("t/1/echo", Text, echo, limits=MethodLimits(body_bytes=100, frames=1, frame_bytes=1 << 20))
+    pair.b.serve("t/1/echo", Text, echo, declared=declared(body_bytes=100, frames=1, frame_bytes=1 << 20))
     small = TensorFrame("uint8", (1,), b"x")
     for frames, text in (((small, small), "2 frames"), ((BIG, small), "frames"), ((BIG, BIG, BIG), "3 frames")):
         with pytest.raises(Refused, match=text):
@@ -327,7 +328,7 @@ async def limits_are_checked_before_payloads_are_taken(pair: Pair) -> None:
 @case
 async def calls_beyond_the_limit_are_told_to_come_back(pair: Pair) -> None:
     held = Held()
-    pair.b.serve("t/1/held", Text, held, limits=MethodLimits(calls_per_peer=1, frames=1, frame_bytes=1 << 20))
+    pair.b.serve("t/1/held", Text, held, declared=declared(calls_per_peer=1, frames=1, frame_bytes=1 << 20))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask_empty, pair, "t/1/held")
         await held.entered.wait()
@@ -342,9 +343,9 @@ async def calls_beyond_the_limit_are_told_to_come_back(pair: Pair) -> None:
 @case
 async def a_peer_calls_itself_as_it_calls_others(pair: Pair) -> None:
     held = Held()
-    pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
-    pair.b.serve("t/1/held", Text, held)
-    pair.b.serve_stream("t/1/talk", Text, repeat)
+    pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
+    pair.b.serve("t/1/held", Text, held, declared=ANY)
+    pair.b.serve_stream("t/1/talk", Text, repeat, declared=ANY)
     me = pair.b_host.id
     payload = bytearray(b"12345678")
     frames = (TensorFrame("float64", (1,), payload),)
@@ -371,8 +372,8 @@ def needs_cut(function: Case) -> Case:
 async def a_lost_link_fails_callers_and_cancels_handlers_at_once(pair: Pair) -> None:
     held = Held()
     outcomes: list[Exception] = []
-    pair.b.serve("t/1/held", Text, held, limits=FRAMES)
-    pair.b.serve("t/1/echo", Text, echo)
+    pair.b.serve("t/1/held", Text, held, declared=FRAMES)
+    pair.b.serve("t/1/echo", Text, echo, declared=ANY)
 
     async def call(frames: tuple[TensorFrame, ...]) -> None:
         try:

@@ -17,6 +17,7 @@ from peerd.core.messages.encoding import encode
 from peerd.machine.rpc import codec as wire
 from peerd.service.rpc.rpc import Answer, CallStream, Incoming
 from peerd.service.rpc.types import RpcStream
+from tests.kit.declared import ANY
 from tests.worlds.machines.rpc_cases import BIG, FRAMES, Case, Held, Pair, Text, ask, echo, repeat, settled
 
 GROWING_CASES: list[Case] = []
@@ -92,7 +93,7 @@ def payloads(answer: Answer[Text] | Incoming[Text]) -> list[bytes]:
 
 @case
 async def payloads_that_grow_arrive_whole_and_in_order(pair: Pair) -> None:
-    pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
+    pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
     small = TensorFrame("uint8", (3,), b"abc")
     for seed in range(6):
         first, second = Making(2_500_000, 1 << 16, seed), Making(70_000, 0, seed + 1)
@@ -115,8 +116,8 @@ async def answers_grow_too_and_those_behind_them_wait(pair: Pair) -> None:
         nursery.start_soon(made[-1].make, len(made))
         return Answer(call.body, (made[-1].frame,))
 
-    pair.b.serve("t/1/give", Text, give, limits=FRAMES)
-    pair.b.serve("t/1/echo", Text, echo)
+    pair.b.serve("t/1/give", Text, give, declared=FRAMES)
+    pair.b.serve("t/1/echo", Text, echo, declared=ANY)
     async with trio.open_nursery() as nursery:
         for _ in range(3):  # the first on the stream that small calls share
             async with trio.open_nursery() as asking:
@@ -136,7 +137,7 @@ async def parts_grow_in_both_directions(pair: Pair) -> None:
                 nursery.start_soon(making.make, 7)
                 await parts.send(part.body, (making.frame,))
 
-    pair.b.serve_stream("t/1/talk", Text, repeat_slowly, limits=FRAMES)
+    pair.b.serve_stream("t/1/talk", Text, repeat_slowly, declared=FRAMES)
     opening = Making(200_000)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(opening.make, 3)
@@ -186,7 +187,7 @@ async def sending_begins_before_a_payload_is_whole(pair: Pair) -> None:
 
 @case
 async def payloads_grow_in_calls_to_oneself(pair: Pair) -> None:
-    pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
+    pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
     making, broken = Making(), Making(ready=1000)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(making.make, 1)
@@ -202,8 +203,8 @@ async def payloads_grow_in_calls_to_oneself(pair: Pair) -> None:
 @case
 async def an_error_of_the_maker_is_raised_to_the_caller_and_costs_the_stream(pair: Pair) -> None:
     held = Held()
-    pair.b.serve("t/1/held", Text, held, limits=FRAMES)
-    pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
+    pair.b.serve("t/1/held", Text, held, declared=FRAMES)
+    pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
     for error in (PeerdError("not finite"), Unreachable("no source", pair.a_host.id), ZeroDivisionError("a bug")):
         for ready in (0, 1 << 20):
             making = Making(ready=ready)
@@ -230,7 +231,7 @@ async def a_maker_that_claims_more_and_has_none_is_our_own_error(pair: Pair) -> 
             await trio.lowlevel.checkpoint()
             return than_bytes
 
-    pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
+    pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
     with pytest.raises(LocalError, match="a payload stays at 1000 of"):
         await send(pair, "t/1/echo", Liar(ready=1000).frame)
     await settled(pair)
@@ -250,8 +251,8 @@ async def an_error_of_a_maker_that_serves_is_logged_as_our_own(pair: Pair) -> No
         making.fail(errors[int(call.body.text)])
         await parts.send(call.body, (making.frame,))
 
-    pair.b.serve("t/1/give", Text, give, limits=FRAMES)
-    pair.b.serve_stream("t/1/talk", Text, talk, limits=FRAMES)
+    pair.b.serve("t/1/give", Text, give, declared=FRAMES)
+    pair.b.serve_stream("t/1/talk", Text, talk, declared=FRAMES)
     for number, error in enumerate(errors):
         with pytest.raises(Unreachable):
             await ask(pair, "t/1/give", str(number))
@@ -274,7 +275,7 @@ async def an_error_of_the_maker_of_a_part_ends_the_streaming_call(pair: Pair) ->
         finally:
             ended[int(call.body.text)].set()
 
-    pair.b.serve_stream("t/1/talk", Text, talk, limits=FRAMES)
+    pair.b.serve_stream("t/1/talk", Text, talk, declared=FRAMES)
     making = Making(ready=1 << 20)
     making.fail(PeerdError("not finite"))
     async with pair.a.stream(pair.b_host.id, "t/1/talk", Text("0"), timeout_s=5) as call:
@@ -294,8 +295,8 @@ async def an_error_of_the_maker_of_a_part_ends_the_streaming_call(pair: Pair) ->
 
 @case
 async def a_deadline_ends_a_call_whose_payload_is_still_being_made(pair: Pair) -> None:
-    pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
-    pair.b.serve_stream("t/1/talk", Text, repeat, limits=FRAMES)
+    pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
+    pair.b.serve_stream("t/1/talk", Text, repeat, declared=FRAMES)
     making = Making(ready=1 << 20)
     with pytest.raises(TooSlow):
         await send(pair, "t/1/echo", making.frame, timeout_s=0.2)
@@ -316,7 +317,7 @@ async def a_caller_that_gives_up_ends_an_answer_that_is_still_being_made(pair: P
         made.append(Making(ready=100_000))
         return Answer(call.body, (made[-1].frame,))
 
-    pair.b.serve("t/1/give", Text, give, limits=FRAMES)
+    pair.b.serve("t/1/give", Text, give, declared=FRAMES)
 
     async def give_up(*frames: TensorFrame) -> Making:
         count = len(made)
@@ -339,8 +340,8 @@ async def a_caller_that_gives_up_ends_an_answer_that_is_still_being_made(pair: P
 
 @case
 async def a_refusal_comes_while_the_payload_is_still_being_made(pair: Pair) -> None:
-    pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
-    pair.b.serve_stream("t/1/talk", Text, repeat, limits=FRAMES)
+    pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
+    pair.b.serve_stream("t/1/talk", Text, repeat, declared=FRAMES)
     for method in ("t/1/none", "u/1/none", "t/1/talk"):
         making = Making(ready=1000)
         with pytest.raises(Refused):
@@ -372,7 +373,7 @@ async def _while_made(pair: Pair, call: Callable[[Making], Awaitable[object]], m
 
 @needs_cut
 async def a_lost_link_ends_a_call_whose_payload_is_still_being_made(pair: Pair) -> None:
-    pair.b.serve("t/1/echo", Text, echo, limits=FRAMES)
+    pair.b.serve("t/1/echo", Text, echo, declared=FRAMES)
     await _while_made(pair, lambda making: send(pair, "t/1/echo", making.frame, timeout_s=600), Making(ready=1000))
     await settled(pair)
 
@@ -384,7 +385,7 @@ async def a_lost_link_ends_an_answer_that_is_still_being_made(pair: Pair) -> Non
     async def give(call: Incoming[Text]) -> Answer[Text]:
         return Answer(call.body, (making.frame,))
 
-    pair.b.serve("t/1/give", Text, give, limits=FRAMES)
+    pair.b.serve("t/1/give", Text, give, declared=FRAMES)
     await _while_made(pair, lambda _: send(pair, "t/1/give", timeout_s=600), making)
     with trio.fail_after(2):
         await making.left.wait()
@@ -397,7 +398,7 @@ async def a_lost_link_ends_a_part_that_nobody_reads_behind(pair: Pair) -> None:
         while True:
             await parts.send(Text(""), (BIG,))
 
-    pair.b.serve_stream("t/1/flood", Text, flood, limits=FRAMES)
+    pair.b.serve_stream("t/1/flood", Text, flood, declared=FRAMES)
 
     async def part(making: Making) -> None:
         async with pair.a.stream(pair.b_host.id, "t/1/flood", Text(""), timeout_s=600) as call:

@@ -8,6 +8,7 @@ import trio.testing
 
 from peerd.core.errors import LocalError, Overloaded, Refused, TooSlow
 from peerd.service.rpc.rpc import Answer, CallStream, Encoded, Incoming
+from tests.kit.declared import ANY
 from tests.worlds.machines.rpc_cases import BIG, FRAMES, Case, Pair, Text, repeat, settled
 
 STREAM_CASES: list[Case] = []
@@ -36,7 +37,7 @@ class Early:
 
 @case
 async def a_streaming_call_carries_parts_both_ways(pair: Pair) -> None:
-    pair.b.serve_stream("t/1/talk", Text, repeat, limits=FRAMES)
+    pair.b.serve_stream("t/1/talk", Text, repeat, declared=FRAMES)
     async with pair.a.stream(pair.b_host.id, "t/1/talk", Text("0"), frames=(BIG,), timeout_s=5) as call:
         for number in range(1, 20):
             await call.send(Text(str(number)), (BIG,) if number % 5 == 0 else ())
@@ -57,7 +58,7 @@ async def a_streaming_call_carries_parts_both_ways(pair: Pair) -> None:
 @case
 async def each_side_of_a_streaming_call_may_finish_first(pair: Pair) -> None:
     early = Early()
-    pair.b.serve_stream("t/1/early", Text, early)
+    pair.b.serve_stream("t/1/early", Text, early, declared=ANY)
     async with pair.a.stream(pair.b_host.id, "t/1/early", Text(""), timeout_s=5) as call:
         await call.send(Text("a"))
         await call.send(Text("b"))
@@ -78,7 +79,7 @@ async def a_side_that_does_not_receive_stops_the_other_from_sending(pair: Pair) 
             await parts.send(Text(""), (BIG,))
             sent.append(number)
 
-    pair.b.serve_stream("t/1/flood", Text, flood)
+    pair.b.serve_stream("t/1/flood", Text, flood, declared=ANY)
     async with pair.a.stream(pair.b_host.id, "t/1/flood", Text(""), timeout_s=30) as call:
         await call.receive(Text)
         for _ in range(5):
@@ -103,7 +104,7 @@ async def leaving_a_streaming_call_cancels_its_handler(pair: Pair) -> None:
         finally:
             cancelled.set()
 
-    pair.b.serve_stream("t/1/wait", Text, wait)
+    pair.b.serve_stream("t/1/wait", Text, wait, declared=ANY)
     async with pair.a.stream(pair.b_host.id, "t/1/wait", Text(""), timeout_s=30) as call:
         await call.receive(Text)
     with trio.fail_after(2):
@@ -121,7 +122,7 @@ async def a_reset_reaches_a_handler_that_neither_sends_nor_receives(pair: Pair) 
         finally:
             cancelled.set()
 
-    pair.b.serve_stream("t/1/ignore", Text, ignore, limits=FRAMES)
+    pair.b.serve_stream("t/1/ignore", Text, ignore, declared=FRAMES)
     stream = pair.a.stream(pair.b_host.id, "t/1/ignore", Text(""), timeout_s=30)
     async with stream as call, trio.open_nursery() as nursery:
         nursery.start_soon(flood, call)
@@ -144,7 +145,7 @@ async def a_caller_that_leaves_lets_go_of_all_that_came(pair: Pair) -> None:
         for _ in range(8):
             parts.put(part)
 
-    pair.b.serve_stream("t/1/many", Text, many, limits=FRAMES)
+    pair.b.serve_stream("t/1/many", Text, many, declared=FRAMES)
     async with pair.a.stream(pair.b_host.id, "t/1/many", Text(""), timeout_s=30) as call:
         assert await call.receive(Text) is not None
         while pair.a.status()["held_bytes"] < 3 << 20:
@@ -158,7 +159,7 @@ async def a_streaming_call_has_a_deadline(pair: Pair) -> None:
     async def wait(call: Incoming[Text], parts: CallStream) -> None:
         await trio.sleep_forever()
 
-    pair.b.serve_stream("t/1/wait", Text, wait)
+    pair.b.serve_stream("t/1/wait", Text, wait, declared=ANY)
     with pytest.raises(TooSlow):
         async with pair.a.stream(pair.b_host.id, "t/1/wait", Text(""), timeout_s=0.2) as call:
             await call.receive(Text)
@@ -172,7 +173,7 @@ async def an_error_of_a_streaming_handler_comes_after_its_parts(pair: Pair) -> N
             raise ZeroDivisionError
         raise Overloaded("enough", 2.0)
 
-    pair.b.serve_stream("t/1/fail", Text, fail, limits=FRAMES)
+    pair.b.serve_stream("t/1/fail", Text, fail, declared=FRAMES)
     for text, kind in (("", Overloaded), ("crash", Refused)):
         async with pair.a.stream(pair.b_host.id, "t/1/fail", Text(text), timeout_s=5) as call:
             assert (await call.receive(Text)) == Answer(Text("first"))
@@ -190,7 +191,7 @@ async def flood(call: CallStream) -> None:
 
 @case
 async def an_error_in_the_callers_block_is_the_callers(pair: Pair) -> None:
-    pair.b.serve_stream("t/1/talk", Text, repeat)
+    pair.b.serve_stream("t/1/talk", Text, repeat, declared=ANY)
     with pytest.raises(KeyError):
         async with pair.a.stream(pair.b_host.id, "t/1/talk", Text(""), timeout_s=5):
             raise KeyError

@@ -18,10 +18,11 @@ from peerd.core.messages.experts import Announced, Backward, Forward, Gradient, 
 from peerd.core.run.runfile import RunFile
 from peerd.service.experts.expert_client import ExpertClient
 from peerd.service.experts.expert_directory import ExpertDirectory
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
+from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import stack_on
 from peerd.sim.world import Node, World
+from tests.kit.declared import declared
 from tests.kit.expert_runs import expert_run
 from tests.worlds.machines.fake_experts import frame as frame_of
 from tests.worlds.machines.workers import InlineWorker
@@ -89,9 +90,9 @@ class ExpertPeer:
         if self._serves:
             return
         self._serves = True
-        limits = MethodLimits(frames=2, frame_bytes=1 << 20)
-        self.node.rpc.serve("expert/1/forward", Forward, functools.partial(self._answer, "forward"), limits=limits)
-        self.node.rpc.serve("expert/1/backward", Backward, functools.partial(self._answer, "backward"), limits=limits)
+        limits = declared(frames=2, frame_bytes=1 << 20)
+        self.node.rpc.serve("expert/1/forward", Forward, functools.partial(self._answer, "forward"), declared=limits)
+        self.node.rpc.serve("expert/1/backward", Backward, functools.partial(self._answer, "backward"), declared=limits)
 
     async def _answer(self, verb: str, call: Incoming[Any]) -> Answer[Any]:
         await trio.lowlevel.checkpoint()

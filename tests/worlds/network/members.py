@@ -16,10 +16,11 @@ from peerd.core.messages.token import Revoked, Token, normal_roles, seal
 from peerd.core.run.runfile import AccessSection, PipelineSection, RunFile
 from peerd.service.access import Access
 from peerd.service.peer_stack import PeerStack
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
+from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.clock import EPOCH_S, run_virtual
 from peerd.sim.programs import stack_on
 from peerd.sim.world import Node, World
+from tests.kit.declared import declared
 
 ORGANIZER = Keypair.from_seed(b"organizer".ljust(32, b"."))
 STRANGER = Keypair.from_seed(b"stranger".ljust(32, b"."))
@@ -132,8 +133,8 @@ class Member:
             self.access = Access(run, self.host, self.rpc, node.clock, papers)
             self.rpc.guard(self.access)
         for method in SERVED:
-            limits = MethodLimits(frames=2, frame_bytes=1 << 20)
-            self.rpc.serve(method, Empty, functools.partial(self._answer, method), limits=limits)
+            limits = declared(frames=2, frame_bytes=1 << 20)
+            self.rpc.serve(method, Empty, functools.partial(self._answer, method), declared=limits)
 
     async def _answer(self, method: str, call: Incoming[Empty]) -> Answer[Empty]:
         await trio.lowlevel.checkpoint()

@@ -11,7 +11,8 @@ from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.messages.experts import Backward, Forward, Gradient, Output
 from peerd.role import RoleContext
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits
+from peerd.service.rpc.rpc import Answer, Incoming
+from tests.kit.declared import declared
 from tests.worlds.network.expertworld import announcements
 
 
@@ -30,9 +31,9 @@ class PlainHost:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         assert self._ctx.services is not None
         assert self._run.experts is not None
-        limits = MethodLimits(frames=2, frame_bytes=1 << 20)
-        self._ctx.rpc.serve("expert/1/forward", Forward, self._forward, limits=limits)
-        self._ctx.rpc.serve("expert/1/backward", Backward, self._backward, limits=limits)
+        limits = declared(frames=2, frame_bytes=1 << 20)
+        self._ctx.rpc.serve("expert/1/forward", Forward, self._forward, declared=limits)
+        self._ctx.rpc.serve("expert/1/backward", Backward, self._backward, declared=limits)
         everything = [self._grid.uid(n) for n in range(self._grid.layers * self._grid.places)]
         task_status.started()
         while True:

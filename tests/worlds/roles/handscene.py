@@ -22,9 +22,10 @@ from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.load import Load
 from peerd.service.pipeline.next_stage import PASS
 from peerd.service.pipeline.stage_client import TrainerPapers
-from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock, run_virtual
 from tests.fuzz.service_scene import RUN, Peer, pinned, start_peer
+from tests.kit.declared import declared
 from tests.worlds.network.hosts import Hosts, keypair, running_hosts
 
 RUN3 = msgspec.structs.replace(
@@ -87,7 +88,7 @@ class HandScene:
     async def join_stage(self, name: str, answer: Callable[[Incoming[Pass]], Awaitable[Any]], **line: float) -> Rpc:
         """A peer that all take for one of the stage in its name."""
         rpc = await self.join(name, **line)
-        rpc.serve(PASS, Pass, answer, limits=MethodLimits(frames=2, frame_bytes=1 << 20))
+        rpc.serve(PASS, Pass, answer, declared=declared(frames=2, frame_bytes=1 << 20))
         told = MemberInfo(text(name), int(name[-1]), [], True, since=2.0)
         self.listed.append(told)
         for peer in self.peers.values():

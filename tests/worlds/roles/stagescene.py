@@ -51,8 +51,8 @@ class Scene:
         for name in trainers:
             self.s.peers[name].host.learn(self.stage.host.id, self.stage.host.addrs())
 
-    def admitted(self, trainer: Peer, *seqs: int, step: int = 0, by: Any = None) -> Grant:
-        statement = GrantStatement(self.mark, 1, step, trainer.host.id.text, Seqs.of(seqs))
+    def admitted(self, trainer: Peer, *seqs: int, step: int = 0, by: Any = None, helped: bool = False) -> Grant:
+        statement = GrantStatement(self.mark, 1, step, trainer.host.id.text, Seqs.of(seqs), helped)
         return grant(by or self.stage.host.sign, statement)
 
     async def backward(
