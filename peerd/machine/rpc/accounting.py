@@ -33,16 +33,19 @@ class MethodLimits:
     body_bytes: int = RPC_DEFAULT_BODY_BYTES  # of a request or part
     frames: int = 0  # of a request or part
     frame_bytes: int = 0  # payloads of these frames together
+    rows: int | None = None  # samples of each frame: its first dimension; None: any number
     calls_per_peer: int = RPC_CALLS_PER_PEER  # at once
     calls: int = RPC_CALLS  # at once, all peers together
     deadline_s: float = RPC_DEADLINE_S  # callers that would wait longer are cut to this
 
-    def objection(self, body_bytes: int, frames: int, frame_bytes: int) -> str | None:
-        """Why such a message is refused; None when it is allowed."""
+    def objection(self, body_bytes: int, frames: int, frame_bytes: int, rows: int = 0) -> str | None:
+        """Reason to refuse such a message, or None if it is allowed. `rows`: the most that one of its frames has."""
         if body_bytes > self.body_bytes:
             return f"a body of {body_bytes} bytes; allowed: {self.body_bytes}"
         if frames > self.frames:
             return f"a message of {frames} frames; allowed: {self.frames}"
+        if self.rows is not None and rows > self.rows:
+            return f"a frame of {rows} samples; allowed: {self.rows} samples"
         if frame_bytes > self.frame_bytes:
             return f"frames of {frame_bytes} bytes; allowed: {self.frame_bytes}"
         return None

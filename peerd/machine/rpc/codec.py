@@ -77,6 +77,11 @@ class RpcMessage(NamedTuple):
         """Bytes that follow the block."""
         return sum(header.payload_bytes for header in self.headers)
 
+    @property
+    def rows(self) -> int:
+        """The largest first dimension of the frames; 0 without frames."""
+        return max((header.shape[0] for header in self.headers if header.shape), default=0)
+
 
 class Failure(Body, frozen=True):
     """Why a call failed, in a form that travels."""

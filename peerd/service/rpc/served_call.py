@@ -107,7 +107,7 @@ class ServedCall:
 
     def objection(self, part: RpcMessage) -> str | None:
         """The reason why this part is not taken; None when it is within the method's limits."""
-        return self._method.load.limits.objection(len(part.body), len(part.headers), part.frame_bytes)
+        return self._method.load.limits.objection(len(part.body), len(part.headers), part.frame_bytes, part.rows)
 
     @property
     def over(self) -> bool:

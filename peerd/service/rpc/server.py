@@ -290,7 +290,7 @@ class ServedStream:
         if (message.kind == wire.OPEN) != (method.streaming is not None):
             return Refused(f"{method.name.full} is a {'unary' if method.unary else 'streaming'} call")
         limits = method.load.limits
-        fault = limits.objection(len(message.body), len(message.headers), message.frame_bytes)
+        fault = limits.objection(len(message.body), len(message.headers), message.frame_bytes, message.rows)
         if fault is not None:
             return Refused(fault)
         if len(self._calls) >= RPC_CALLS_PER_STREAM:

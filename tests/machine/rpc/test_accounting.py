@@ -35,6 +35,9 @@ def test_limits_say_what_they_object_to() -> None:
     assert limits.objection(0, 3, 0) == "a message of 3 frames; allowed: 2"
     assert limits.objection(0, 1, 101) == "frames of 101 bytes; allowed: 100"
     assert MethodLimits().objection(0, 1, 0) is not None  # frames must be asked for
+    limits = MethodLimits(frames=2, frame_bytes=100, rows=4)
+    assert limits.objection(0, 2, 100, 4) is None
+    assert limits.objection(0, 2, 1000, 5) == "a frame of 5 samples; allowed: 4 samples"
 
 
 def test_a_load_has_a_bound_for_each_peer_and_for_all() -> None:
