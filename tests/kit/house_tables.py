@@ -56,7 +56,7 @@ PACKAGES = {
     "machine/experts": {"machine/rate"},
     "machine/mux": {"machine", "machine/rate"},
     "machine/network": {"machine/rate"},
-    "machine/pipeline": {"machine/rate"},
+    "machine/pipeline": {"machine/budget", "machine/rate", "machine/rpc"},
     "machine/rebalance": {"machine/rate", "machine/swarm"},
     "machine/secure": {"machine"},
     "machine/state": {"machine/rate"},
