@@ -87,6 +87,10 @@ class Tenure:
         """A grant for these microbatches in the batch of `step`; None: there are none."""
         return self._granting.grant(self.term, step, trainer, seqs, early=early)
 
+    def evaluation_grant(self, step: int, trainer: str) -> Grant:
+        """A grant for `trainer` to evaluate at `step`."""
+        return self._granting.evaluation(self.term, step, trainer)
+
 
 def _as_peer(post: MemberInfo) -> MemberInfo:
     """A post's entry with its peer in place of the post, as it travels."""

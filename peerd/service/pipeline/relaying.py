@@ -17,18 +17,19 @@ from peerd.core.errors import Overloaded, PeerdError, Refused
 from peerd.core.ids import PeerId
 from peerd.core.limits import STREAMS_INBOUND
 from peerd.core.messages.handover import CarryOn, Passed, Ticket
+from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.service.pipeline.next_stage import PASS, RELAY
 from peerd.service.rpc.rpc import Answer, Incoming, MethodLimits, Rpc
 
 _AGAIN_S: Final = 0.3
-_LIMITS: Final = MethodLimits(frames=2, frame_bytes=256 << 20, calls_per_peer=STREAMS_INBOUND - 32, calls=2048)
+_LIMITS: Final = MethodLimits(calls_per_peer=STREAMS_INBOUND - 32, calls=2048)
 
 
 class Relaying:
-    """The relay of one trainer. `serves`: peers, and the stages that they serve."""
+    """The relay of one trainer. `serves`: peers, and the stages that they serve; `shapes`: of the run."""
 
-    def __init__(self, rpc: Rpc, serves: Set[tuple[str, int]]) -> None:
-        self._rpc, self._serves = rpc, serves
+    def __init__(self, rpc: Rpc, serves: Set[tuple[str, int]], shapes: MicrobatchShapes) -> None:
+        self._rpc, self._serves, self._shapes = rpc, serves, shapes
         self._open: dict[bytes, Ticket] = {}  # by signature
         self._relayed: set[tuple[bytes, int]] = set()  # hops that a call is being carried for: tickets, and stages
         self.relayed_bytes = 0
@@ -37,7 +38,8 @@ class Relaying:
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Relay within the context."""
-        self._rpc.serve(RELAY, CarryOn, self._relay, limits=_LIMITS, objection=self._objection)
+        limits, shapes = self._shapes.bound(_LIMITS), self._shapes.objection
+        self._rpc.serve(RELAY, CarryOn, self._relay, limits=limits, objection=self._objection, frames_objection=shapes)
         try:
             yield
         finally:

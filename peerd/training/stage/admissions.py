@@ -1,9 +1,10 @@
 """Admission check at a stage peer: the grants that trainers show for their microbatches, verified once each.
 
 A grant counts when a conductor signed it that this peer follows, or has followed since it came to the position before
-this one: so a change of conductor in the middle of a step costs nothing. Hostile input: grants of any content; those of
-peers other than the conductor, for other trainers or steps, do not count. A trainer that merely follows another
-conductor than we do at the moment gets Overloaded, to try again soon.
+this one: so a change of conductor in the middle of a step costs nothing. A grant without microbatches lets a trainer
+evaluate, until the next evaluation is due. Hostile input: grants of any content; those of peers other than the
+conductor, for other trainers or steps, do not count. A trainer that merely follows another conductor than we do at the
+moment gets Overloaded, to try again soon.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _AGAIN_S = 0.3  # by then, a peer that follows the wrong conductor has usually f
 
 
 class Admissions:
-    """The admissions of one stage peer. `conductor`: the one that it follows now."""
+    """The admissions of one stage peer. `conductor`: the one that it follows now. `evaluated_every`: so many steps."""
 
-    def __init__(self, run: bytes, conductor: Callable[[], PeerId | None]) -> None:
-        self._run, self._conductor = run, conductor
+    def __init__(self, run: bytes, conductor: Callable[[], PeerId | None], evaluated_every: int = 0) -> None:
+        self._run, self._conductor, self._evaluated_every = run, conductor, evaluated_every
         self._followed: dict[PeerId, None] = {}  # at this position
         self._followed_before: dict[PeerId, None] = {}
         self._verified: dict[bytes, tuple[str, Grant]] = {}  # signature -> (trainer, grant), oldest first
@@ -54,21 +55,39 @@ class Admissions:
             return Refused(f"the grant is for step {shown.step}, the call for {step}")
         if seq not in shown.seqs:
             return Refused(f"the grant does not name microbatch {seq}")
-        if self._verified.get(shown.signature) == (trainer.text, shown) or self._is_valid(trainer, shown):
-            return None
-        return Overloaded("the grant is not of a conductor that this peer follows", _AGAIN_S)
+        if not self._is_valid(trainer, shown):
+            return _of_no_conductor()
+        self._trainers[trainer.text] = None
+        self._trainers.move_to_end(trainer.text)
+        if len(self._trainers) > BATCH_TRAINERS:
+            self._trainers.popitem(last=False)
+        return None
+
+    def evaluation_objection(self, trainer: PeerId, step: int, shown: Grant | None) -> PeerdError | None:
+        """The reason that `trainer` does not evaluate here at `step`; None: it does."""
+        if not self._evaluated_every:
+            return Refused("this run has no evaluations (evaluate.every_steps)")
+        if shown is None:
+            return Refused("the call shows no grant of the conductor to evaluate")
+        if shown.seqs:
+            return Refused("the grant is for microbatches, not for an evaluation")
+        if shown.step + self._evaluated_every < step:
+            return Overloaded(f"the grant to evaluate is of step {shown.step}, the stage at {step}", _AGAIN_S)
+        return None if self._is_valid(trainer, shown) else _of_no_conductor()
 
     def _is_valid(self, trainer: PeerId, shown: Grant) -> bool:
+        if self._verified.get(shown.signature) == (trainer.text, shown):
+            return True
         conductors = {**self._followed_before, **self._followed}
         if (now := self._conductor()) is not None:
             conductors[now] = None
         if not any(is_granted(conductor, self._run, trainer.text, shown) for conductor in reversed(conductors)):
             return False
         self._verified[shown.signature] = trainer.text, shown
-        self._trainers[trainer.text] = None
-        self._trainers.move_to_end(trainer.text)
-        if len(self._trainers) > BATCH_TRAINERS:
-            self._trainers.popitem(last=False)
         if len(self._verified) > GRANTS_VERIFIED:
             del self._verified[next(iter(self._verified))]
         return True
+
+
+def _of_no_conductor() -> Overloaded:
+    return Overloaded("the grant is not of a conductor that this peer follows", _AGAIN_S)
