@@ -45,7 +45,7 @@ from peerd.training.stage.member import StageMember
 
 _COMPARED_AGAIN_S = (1.0, 1.0, 2.0, 4.0, 8.0)  # pauses before each look at the text of those that start with us
 _AHEAD = 4  # microbatches of samples that lie ready, at least: as many as the next report may wish for
-_EVALUATION_BATCH = 16  # samples
+_EVALUATION_BATCH = 16  # samples, where a microbatch has as many
 _DATA_RETRY_S = 10.0  # when a server of data cannot be reached
 _REPLICA_IN_FLIGHT = 2  # one that is computed and the next: others may be faster with those that would wait here
 _LAST_EVALUATION_S = 60.0  # of a run with experts: by then their hosts may have gone
@@ -74,7 +74,7 @@ class TrainerRole:
         if self.replica is not None and ctx.run.experts is not None:
             calls = self._services.expert_calls(ctx.worker("coding"))
             self._flights = ExpertFlights(ctx, self.replica, calls, calls.status)
-        self._pipeline = self._flights or self._services.pipeline(self._books.grant_of)
+        self._pipeline = self._flights or self._services.pipeline(self._books.grant_of, self._books.evaluation_grant)
         self._worker = ctx.worker("data")
         self._wanted = trio.Event()  # set when the books have too few samples waiting
         self._position: dict[str, Any] = {}
@@ -82,6 +82,7 @@ class TrainerRole:
         self._preparing: str | None = None
         self._token_dtype = torch.int64
         self._evaluated_step = -1
+        self._evaluating: set[trio.CancelScope] = set()
         self._valid_loss = math.nan
         self._losses: dict[int, list[float]] = {}  # of finished microbatches, by step, per sample
         self._step_loss = math.nan
@@ -349,15 +350,26 @@ class TrainerRole:
     # --- evaluation and progress ------------------------------------------------------------------------------
 
     def answered(self, answer: TrainerAnswer) -> None:
-        """Evaluate when the conductor asks for it."""
+        """Evaluate when the conductor asks for it. Where it asks another trainer, end when our grant is too old."""
         if answer.evaluate and not answer.complete:
             self._evaluate_if_due(answer.step)
+        elif not answer.evaluate and answer.step > self._evaluated_step + self._run.evaluate.every_steps:
+            for scope in self._evaluating:
+                scope.cancel()
 
     def _evaluate_if_due(self, step: int) -> None:
         every = self._run.evaluate.every_steps
         if every and step % every == 0 and step > self._evaluated_step:
             self._evaluated_step = step
-            self._nursery.start_soon(self._evaluate, step)
+            self._nursery.start_soon(self._evaluate_while_granted, step)
+
+    async def _evaluate_while_granted(self, step: int) -> None:
+        with trio.CancelScope() as scope:
+            self._evaluating.add(scope)
+            try:
+                await self._evaluate(step)
+            finally:
+                self._evaluating.remove(scope)
 
     async def _evaluate(self, step: int) -> None:
         """Evaluate: the mean loss of held-out samples, the same ones each time."""
@@ -373,7 +385,8 @@ class TrainerRole:
     def _take_held_out(self) -> list[Load]:
         run = self._run
         samples = samples_of(run, "all", "valid", self._ctx.read_in_turn).take(run.evaluate.samples)
-        return [self._load(samples[i : i + _EVALUATION_BATCH]) for i in range(0, len(samples), _EVALUATION_BATCH)]
+        count = min(_EVALUATION_BATCH, run.pipeline.microbatch)
+        return [self._load(samples[i : i + count]) for i in range(0, len(samples), count)]
 
     def _load(self, samples: Tensor) -> Load:
         """Samples [B, L + 1] as inputs and the tokens that follow them."""

@@ -218,9 +218,14 @@ class RunServices:
 
         return ExpertClient(self.run, self._rpc, self.experts, self.clock, worker)
 
-    def pipeline(self, grant_of: Callable[[int], Grant | None]) -> Pipeline | DirectPipeline:
-        """For a trainer: calls to the stages. `grant_of`: the grant for a microbatch of ours, by its number."""
-        papers = TrainerPapers(self._host.id.text, grant_of, self._host.sign)
+    def pipeline(
+        self, grant_of: Callable[[int], Grant | None], evaluation_grant: Callable[[], Grant | None]
+    ) -> Pipeline | DirectPipeline:
+        """For a trainer: calls to the stages. `grant_of`: the grant for a microbatch of ours, by its number.
+
+        `evaluation_grant`: the newest grant to evaluate.
+        """
+        papers = TrainerPapers(self._host.id.text, grant_of, self._host.sign, evaluation_grant)
         direct = self.run.pipeline.handover == "direct" and self.run.pipeline.stages > 1
         if direct:
             return DirectPipeline(self.run, self._rpc, self.clock, self, papers, self.route, self._policy)
@@ -254,7 +259,7 @@ class RunServices:
     @cached_property
     def calls(self) -> StageCalls:
         """The dispatch of `stage/4` calls to this peer's posts."""
-        return StageCalls(self._rpc, self.fingerprint, lambda: self.following.conductor)
+        return StageCalls(self._rpc, self.run, lambda: self.following.conductor)
 
     @cached_property
     def averaging(self) -> Averaging:

@@ -18,6 +18,7 @@ from peerd.core.messages.swarm import (
     Commit,
     Conducts,
     Done,
+    Grant,
     LineInfo,
     Mb,
     Mbs,
@@ -31,6 +32,7 @@ from peerd.core.messages.swarm import (
     StageAnswer,
     StageBackward,
     StageForward,
+    StageLoss,
     StateManifest,
     StateRequest,
     TrainerAnswer,
@@ -289,20 +291,69 @@ def ask_state(there: Field, peer: PeerStack, to: PeerId, stage: int) -> Callable
     return lambda: peer.rpc.call(to, "state/1/manifest", body, StateManifest, timeout_s=4.0)
 
 
-async def forwards(there: Field) -> None:
-    """Forward calls without end: they cost computing, and nobody admits them."""
+async def granted(there: Field, peer: PeerStack) -> tuple[int, Grant | None, Grant | None]:
+    """A step, the grant of a trainer that wishes for microbatches in it, and the grant to evaluate, if it gets one."""
+    report = wishes(there, open=Seqs.of(range(64)))
+    for to in there.peers():
+        try:
+            found = await peer.rpc.call(to, "swarm/4/trainer", report, TrainerAnswer, timeout_s=2.0)
+        except RemoteError:
+            continue
+        return found.body.step, found.body.grant, found.body.evaluate
+    return 0, None, None
+
+
+async def f1_many_rows(there: Field) -> None:
+    """Calls of 384 KB that would compute thousands of samples, or one very long one, with whatever grants there are."""
     async with there.peer() as peer:
-        where = await there.positions(peer.dht)
-        model, rows = there.run.model, there.run.pipeline.microbatch
-        with trio.move_on_after(there.rng.uniform(2, 4)):
-            while where:
-                for to, (stage, _, _) in where.items():
-                    frames = work(stage, rows, model.context, model.d_model, model.dtype, 0.1)[:1]
-                    body = StageForward(there.fingerprint, stage, None)
+        where, (step, shown, evaluation) = await there.positions(peer.dht), await granted(there, peer)
+        seq = next(iter(shown.seqs), 0) if shown is not None else 0
+        for to, (stage, _, _) in where.items():
+            for shape in ((6000, 64), (1, 384_000), (384_000, 1)):
+                frame = TensorFrame("uint8", shape, bytes(384_000))
+                for verb, body, count in (
+                    ("forward", StageForward(there.fingerprint, stage, None, grant=evaluation), 1),
+                    ("forward", StageForward(there.fingerprint, stage, step, seq=seq, grant=shown), 1),
+                    ("backward", StageBackward(there.fingerprint, stage, step, seq, grant=shown), 2),
+                    ("loss", StageLoss(there.fingerprint, stage, evaluation), 2),
+                ):
                     try:
-                        await peer.rpc.call(to, "stage/4/forward", body, StageAnswer, frames=frames, timeout_s=2.0)
+                        frames = [frame] * count
+                        await peer.rpc.call(to, f"stage/4/{verb}", body, StageAnswer, frames=frames, timeout_s=5.0)
+                        there.done("f1 WAS TAKEN")
+                    except RemoteError:
+                        there.done("f1 refused")
+
+
+async def f1_floods(there: Field) -> None:
+    """Eight identities with 64 forward calls each, without end, with whatever grants there are."""
+
+    async def one() -> None:
+        async with there.peer() as peer:
+            where, (step, shown, evaluation) = await there.positions(peer.dht), await granted(there, peer)
+            seqs = list(shown.seqs) if shown is not None else [0]
+            model, rows = there.run.model, there.run.pipeline.microbatch
+
+            async def flood(to: PeerId, stage: int, number: int) -> None:
+                frames = work(stage, rows, model.context, model.d_model, model.dtype, 0.1)[:1]
+                seq = seqs[number % len(seqs)]
+                body = StageForward(there.fingerprint, stage, step, seq=seq, grant=shown)
+                if number % 2:
+                    body = StageForward(there.fingerprint, stage, None, grant=evaluation)
+                while True:
+                    try:
+                        await peer.rpc.call(to, "stage/4/forward", body, StageAnswer, frames=frames, timeout_s=5.0)
+                        there.done("f1 computed")
                     except RemoteError:
                         await trio.sleep(0.1)
+
+            async with trio.open_nursery() as nursery:
+                for to, (stage, _, _) in where.items():
+                    for number in range(64):
+                        nursery.start_soon(flood, to, stage, number)
+
+    with trio.move_on_after(there.rng.uniform(4, 8)):
+        await each([one] * 8)
 
 
 def there_names(there: Field) -> list[str]:

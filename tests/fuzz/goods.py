@@ -122,8 +122,10 @@ LEAVE, WHO_CONDUCTS = Good("swarm/4/leave", Leave(MARK)), Good("swarm/4/who", Wh
 LIST_MEMBERS = Good("swarm/4/members", ListMembers(MARK))
 WHICH_POSTS = Good("posts/1/held", WhichPosts(MARK))
 GRANT = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, SELF.text, Seqs.of([SEQ, SEQ + 1])))
-FORWARD = Good("stage/4/forward", StageForward(MARK, 0, 0), tuple(microbatch(1)[:1]))
-LOSS = Good("stage/4/loss", StageLoss(MARK, 0), tuple(microbatch(1)))
+MAY_EVALUATE = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, SELF.text, Seqs()))
+FORWARD = Good("stage/4/forward", StageForward(MARK, 0, 0, 0.0, SEQ, GRANT), tuple(microbatch(1)[:1]))
+EVALUATE = Good("stage/4/forward", StageForward(MARK, 0, None, grant=MAY_EVALUATE), tuple(microbatch(1)[:1]))
+LOSS = Good("stage/4/loss", StageLoss(MARK, 0, MAY_EVALUATE), tuple(microbatch(1)))
 BACKWARD = Good("stage/4/backward", StageBackward(MARK, 0, 0, SEQ, grant=GRANT), tuple(microbatch(1)))
 _GROUP = sorted([HOST.text, SELF.text])
 ORDER = Prepare(MARK, 1, 0, ATTEMPT, b"next", _GROUP, Mbs(), 4, 30.0)
@@ -195,7 +197,7 @@ REPLIES = [
     Conducts(9),
     PostsHeld([1]),
     _MEMBER_ANSWER,
-    TrainerAnswer(1, 0, True, Seqs(), [], None, False, False, "", 1, None),
+    TrainerAnswer(1, 0, True, Seqs(), [], None, None, False, "", 1, None),
     AverageAlive(True),
     StateManifest(Position(1, b"next"), bytes(32), bytes(32)),
     Empty(),
@@ -206,15 +208,23 @@ NETWORK = [
     Good("network/1/map", NetworkMapAsk(MARK, HOST.text, MATE.text)),
 ]
 SWARM = [MEMBER, HELPER, OF_STAGE_1, TRAINER, DONE, LEAVE, LIST_MEMBERS, WHO_CONDUCTS, WHICH_POSTS, *NETWORK]
-STAGE = [FORWARD, LOSS, BACKWARD]
+# Calls with many rows, and with rows that are too long: good ones but for that.
+_MANY = TensorFrame("uint8", (6000, 16), bytes(96_000))
+_LONG = TensorFrame("uint8", (2, 48_000), bytes(96_000))
+MANY_ROWS = [
+    *(replace(good, frames=(_MANY, *good.frames[1:])) for good in (FORWARD, EVALUATE, LOSS, BACKWARD)),
+    replace(EVALUATE, frames=(_LONG,)),
+]
+STAGE = [FORWARD, EVALUATE, LOSS, BACKWARD, *MANY_ROWS]
 RELOCATE = Good("stage/4/relocate", Relocate(MARK, 1, 0, 1, "stage 1 does 1 microbatch a second"))
 ORDERS = [PREPARE, PREPARE_ALONE, PREPARE_SPLIT, PREPARE_GRID, COMMIT, RESTORE, RELOCATE]
 # What is asked of the last stage, where the host's is not: for its mate.
 _HIDDEN = TensorFrame("float32", (2, 16, 16), np.linspace(-1, 1, 512, dtype="float32").tobytes())
 LAST = [
-    Good("stage/4/forward", StageForward(MARK, 1, None), (_HIDDEN,)),
-    Good("stage/4/loss", StageLoss(MARK, 1), (_HIDDEN, microbatch(1)[0])),
+    Good("stage/4/forward", StageForward(MARK, 1, None, grant=MAY_EVALUATE), (_HIDDEN,)),
+    Good("stage/4/loss", StageLoss(MARK, 1, MAY_EVALUATE), (_HIDDEN, microbatch(1)[0])),
     Good("stage/4/backward", StageBackward(MARK, 1, 0, SEQ, grant=GRANT), (_HIDDEN, microbatch(1)[0])),
+    Good("stage/4/loss", StageLoss(MARK, 1, MAY_EVALUATE), (_HIDDEN, _MANY)),
 ]
 
 

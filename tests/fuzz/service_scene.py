@@ -19,8 +19,17 @@ import numpy as np
 import trio
 
 from peerd.compute.worker import InlineWorker
-from peerd.core.errors import Refused, RemoteError
-from peerd.core.messages.swarm import Conducts, Position, StageAnswer, StageForward, WhoConducts
+from peerd.core.errors import Overloaded, Refused, RemoteError
+from peerd.core.messages.proof import grant
+from peerd.core.messages.swarm import (
+    Conducts,
+    GrantStatement,
+    Position,
+    Seqs,
+    StageAnswer,
+    StageForward,
+    WhoConducts,
+)
 from peerd.core.run.runfile import (
     BatchSection,
     CheckpointSection,
@@ -33,6 +42,7 @@ from peerd.core.run.runfile import (
     fingerprint,
 )
 from peerd.log import EventLog
+from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.net.host.host import Host
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.role import RoleContext
@@ -58,7 +68,7 @@ RUN = RunFile(
     pipeline=PipelineSection(stages=2, microbatch=2),
     batch=BatchSection(target_samples=4),
     data=DataSection(path="none"),
-    evaluate=EvaluateSection(every_steps=0),
+    evaluate=EvaluateSection(every_steps=1000),
     checkpoint=CheckpointSection(every_steps=0),
 )
 MARK = fingerprint(RUN)
@@ -100,14 +110,16 @@ class RunStage(ServiceStage):
     async def _calls_are_answered(self) -> str:
         """The honest peer gets an answer of each kind of service; a refusal is one, where the hostile peer conducts."""
         input_frame = microbatch(1)[:1]
-        forward = StageForward(MARK, 0, None)
+        granted = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, self.honest.id.text, Seqs()))
+        forward = StageForward(MARK, 0, None, grant=granted)
         try:
             await self.asks.call(
                 self.host.id, "stage/4/forward", forward, StageAnswer, frames=input_frame, timeout_s=30
             )
             await self.asks.call(self.host.id, "swarm/4/who", WhoConducts(MARK), Conducts, timeout_s=30)
-        except Refused as error:
-            return "" if "does not conduct" in str(error) else f"an honest call is refused: {error}"
+        except (Refused, Overloaded) as error:
+            told = ("does not conduct", "is not of a conductor")
+            return "" if any(text in str(error) for text in told) else f"an honest call is refused: {error}"
         except RemoteError as error:
             return f"an honest call is not answered: {error}"
         return ""
@@ -189,7 +201,8 @@ async def services() -> AsyncIterator[RunStage]:
             _give_kept(served)
             mate = await start_peer(hosts, "mate", pinned(1), Path(folder))
             honest, asks = await start_caller(hosts)
-            relaying = Relaying(served.rpc, {(WHO.identity.peer_id.text, 0), (mate.host.id.text, 1)})
+            serves = {(WHO.identity.peer_id.text, 0), (mate.host.id.text, 1)}
+            relaying = Relaying(served.rpc, serves, MicrobatchShapes(RUN))
             with relaying.serving():
                 parts = {"served": served, "mate": mate, "asks": asks, "relaying": relaying}
                 async with attacked(hosts, served.host, honest, RunStage, 5.0, **parts) as made:

@@ -58,7 +58,7 @@ PACKAGES = {
     "machine/experts": {"machine/rate"},
     "machine/mux": {"machine", "machine/rate"},
     "machine/network": {"machine/rate"},
-    "machine/pipeline": {"machine/rate"},
+    "machine/pipeline": {"machine/budget", "machine/rate", "machine/rpc"},
     "machine/positions": {"machine/swarm"},
     "machine/rebalance": {"machine/rate", "machine/swarm"},
     "machine/rpc": {"machine/budget"},

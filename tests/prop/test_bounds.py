@@ -219,7 +219,7 @@ def test_answers_to_trainers_are_taken(count: int, members: int, redo: int) -> N
             admitted=seqs,
             redo=[Redo(LAST_SEQ, limits.STAGES - 1)] * redo,
             counted=seqs,
-            evaluate=True,
+            evaluate=Grant(limits.LAST_STEP, limits.LAST_STEP, Seqs(), SIGNATURE),
             complete=False,
             waits_for="é" * limits.WAITS_CHARS,
             version=LAST_SEQ,

@@ -37,7 +37,7 @@ class Conductor:
             admitted=Seqs() if stepped else Seqs.of([*body.open, *(done.seq for done in body.done)]),
             redo=[],
             counted=Seqs(),
-            evaluate=False,
+            evaluate=None,
             complete=not self._answers,
             waits_for="",
             version=1,

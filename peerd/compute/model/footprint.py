@@ -14,6 +14,7 @@ from peerd.core.errors import ConfigError
 from peerd.core.model.stage_memory import StageFootprint, footprint_of
 from peerd.core.run.runfile import RunFile
 
+_TOLERATED = 1.05  # times limits.memory_gb, as `control/memory_limit`
 _LEAST_ROOM_BYTES = 16 << 20  # for activations: with less than a few microbatches a stage does nothing
 
 
@@ -79,6 +80,22 @@ def room_for_activations(run: RunFile) -> int:
     if run.limits.memory_gb:
         free = min(free, int(run.limits.memory_gb * 1e9) - _held_bytes())
     return max(_LEAST_ROOM_BYTES, free // 2)
+
+
+def lacking_for_call(run: RunFile, needed_bytes: int) -> str | None:
+    """The memory that is too small for one more microbatch of `needed_bytes`, in words; None: it fits now.
+
+    As `control/memory_limit`, it tolerates a little more than limits.memory_gb: what was freed may not be back yet.
+    """
+    if not needed_bytes:
+        return None
+    free, own_limit = psutil.virtual_memory().available + psutil.swap_memory().free, run.limits.memory_gb * 1e9
+    if needed_bytes > free:
+        return f"it takes {_gb(needed_bytes)}, and {_gb(free)} of the machine's memory are free"
+    if own_limit and (held := _held_bytes()) + needed_bytes > _TOLERATED * own_limit:
+        beside = f"beside the {_gb(held)} that this process holds"
+        return f"it takes {_gb(needed_bytes)} {beside}, and limits.memory_gb allows {_gb(own_limit)}"
+    return None
 
 
 def _held_bytes() -> int:

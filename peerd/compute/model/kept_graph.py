@@ -48,6 +48,7 @@ class SavedBytes:
     shared: Callable[[], Tensor]
     _shape: torch.Size | None = None
     bytes: int = 0
+    most_bytes: int = 0  # of inputs of any shape
 
     @contextmanager
     def of(self, x: Tensor) -> Iterator[None]:
@@ -60,9 +61,10 @@ class SavedBytes:
         def note(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-            return tensor
+            return tensor.detach()  # torch never frees what such a function saves itself of a graph
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             yield
         found.pop(self.shared().untyped_storage().data_ptr(), None)
         self._shape, self.bytes = x.shape, sum(found.values())
+        self.most_bytes = max(self.most_bytes, self.bytes)

@@ -266,6 +266,11 @@ class ServedStage:
         """About the bytes of one forward's graph; 0 before the first; None where none is kept."""
         return self.module.graph_bytes if self.module.keeps_graphs else None
 
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of the machine's memory that one microbatch takes while it is computed; 0: not known."""
+        return self.module.activation_bytes
+
     def _note(self, book: _Book, mb: Mb, at: int) -> None:
         """Note a microbatch that was added by itself, with nothing of which it could be computed again."""
         book[mb] = _Kept((), StageOutcome(None, 0.0, 0.0), at)

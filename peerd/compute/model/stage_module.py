@@ -70,7 +70,7 @@ class StageModule:
         self.ahead = int(run.optimizer.delayed)  # steps after the one under way that may be accumulated for, too
         self._sums = Sums(self.layout, 1 + self.ahead, self.dtype, self.device)
         self.changes = Changes()
-        self._saved = SavedBytes(lambda: self._flat)
+        self._saved, self._passed = SavedBytes(lambda: self._flat), SavedBytes(lambda: self._flat)
         self._before: Tensor | None = None  # the parameters before the last step, on the CPU; only in a delayed run
         self._optimizer = Optimizer(run.optimizer, self.layout, self._flat)
         self._norms = [m for m in self._piece.modules() if isinstance(m, _NormBase)]
@@ -110,6 +110,14 @@ class StageModule:
     def graph_bytes(self) -> int:
         """About the bytes of one graph; 0 before the first."""
         return self._saved.bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of the machine's memory that one microbatch takes while it is computed, the gradients of the parameters
+        included; 0 before one was measured, and on a device with memory of its own, which says itself what it lacks.
+        """
+        most = max(self._saved.most_bytes, self._passed.most_bytes)
+        return most + self._flat.nbytes if most and self.device.type == "cpu" else 0
 
     def forward_for_backward(self, x: Tensor) -> Graph:
         """Forward pass in training, with all that a `backward` of the same input needs; only if `keeps_graphs`."""
@@ -162,7 +170,8 @@ class StageModule:
                 if graph is not None:
                     graph.used = True
                     return graph.y
-                return self._compute(x) if targets is None else self._loss_sum(x, targets)
+                with self._passed.of(x):
+                    return self._compute(x) if targets is None else self._loss_sum(x, targets)
 
             largest = 1.0 / x.shape[1]  # of the loss by a logit
             output, gradients = self._precision.backward(compute, [*self._parameters, *inputs], seed, largest)

@@ -1,11 +1,11 @@
 """Proofs that peers show each other: signed statements about one microbatch, step or position.
 
-`Grant`: the conductor has admitted these microbatches of this trainer. `Receipt`: this stage peer holds this
-microbatch's gradient. `Ticket`: this trainer has chosen this way for it. `Committed`: this member stepped to this
-position. All name run, step and the peer they are for, so that they prove nothing anywhere else; each kind has a domain
-of its own, so that no signature of one counts for another. What is signed is our encoding of the statement, which the
-reader makes anew from what it knows. Hostile input:
-signatures of any content, which simply do not count.
+`Grant`: the conductor has admitted these microbatches of this trainer, or, with none, lets it evaluate. `Receipt`: this
+stage peer holds this microbatch's gradient. `Ticket`: this trainer has chosen this way for it. `Committed`: this member
+stepped to this position. All name run, step and the peer they are for, so that they prove nothing anywhere else; each
+kind has a domain of its own, so that no signature of one counts for another. What is signed is our encoding of the
+statement, which the reader makes anew from what it knows. Hostile input: signatures of any content, which simply do not
+count.
 """
 
 from __future__ import annotations

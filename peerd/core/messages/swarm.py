@@ -61,7 +61,10 @@ Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The conductor's signed word that it has admitted these microbatches of one trainer; see core/messages/proof."""
+    """The conductor's signed word that it has admitted these microbatches of one trainer; see core/messages/proof.
+
+    Without microbatches: that this trainer is the one that evaluates.
+    """
 
     term: Term
     step: StepNumber
@@ -269,7 +272,7 @@ class TrainerAnswer(Message, frozen=True):
     admitted: Seqs  # all of this trainer's microbatches that count towards `step`
     redo: Annotated[list[Redo], msgspec.Meta(max_length=REDO_AT_ONCE)]  # the first; others when these are done
     counted: Seqs | None  # those of this trainer in the batch of the step it reported on; None: not known
-    evaluate: bool  # this trainer is the one to evaluate
+    evaluate: Grant | None  # for the one trainer that evaluates, to be shown to stage peers; None: it is another one
     complete: bool  # the run has made all its steps
     waits_for: WaitsText
     version: int
@@ -397,13 +400,16 @@ class StageForward(Message, frozen=True):
     stage: StageNumber
     step: StepNumber | None
     line_bytes_per_s: Rate = 0.0  # the slowest line that the answer has to pass, as the caller knows; 0: unknown
+    seq: Seq = 0  # the microbatch; of no meaning in an evaluation
+    grant: Grant | None = None  # by which the conductor admitted `seq` to `step`, or lets the caller evaluate
 
 
 class StageLoss(Message, frozen=True):
-    """Inputs and targets as frames: the mean loss of the samples, at the last stage."""
+    """Inputs and targets as frames: the mean loss of the samples, at the last stage. Part of an evaluation."""
 
     run: Fingerprint
     stage: StageNumber
+    grant: Grant | None = None  # by which the conductor lets the caller evaluate
 
 
 class StageBackward(Message, frozen=True):

@@ -92,6 +92,7 @@ class Contribution(Generic[T]):
         self.waiting: list[T] = []  # samples that no number has yet
         self.items: dict[int, Begun[T]] = {}
         self.unknown: list[int] = []  # the conductor has them done again, and they are not here any more
+        self._evaluation: Grant | None = None
         self._next = session << 31
         self._joined = False
 
@@ -118,6 +119,10 @@ class Contribution(Generic[T]):
         """The newest grant of this microbatch, which shows stage peers that it is admitted; None: there is none."""
         item = self.items.get(seq)
         return item.grant if item is not None else None
+
+    def evaluation_grant(self) -> Grant | None:
+        """The newest grant to evaluate, which may be given to another trainer by now; None: there was none."""
+        return self._evaluation
 
     def pressing(self, together: int) -> bool:
         """True when the conductor should hear now. So many may be told together, but nobody shall wait for news.
@@ -204,6 +209,7 @@ class Contribution(Generic[T]):
         return orders
 
     def _take_grants(self, answer: TrainerAnswer) -> None:
+        self._evaluation = answer.evaluate or self._evaluation
         for grant in filter(None, (answer.grant, answer.grant_early)):
             for seq in grant.seqs:
                 item = self.items.get(seq)

@@ -1,6 +1,7 @@
 """Grants: a conductor's signatures on admitted microbatches, for trainers to show to stage peers; see `proof`.
 
-Signed anew only when a trainer's list has changed: a report comes with each microbatch, and most change nothing.
+Signed anew only when a trainer's list has changed: a report comes with each microbatch, and most change nothing. The
+one trainer that evaluates gets a grant without microbatches, once a step.
 """
 
 from __future__ import annotations
@@ -27,15 +28,20 @@ class Granting:
 
     def __init__(self, run: bytes, sign: Sign) -> None:
         self._run, self._sign = run, sign
-        self._granted: dict[tuple[str, bool], _Granted] = {}
+        self._granted: dict[tuple[str, str], _Granted] = {}
 
     def grant(
         self, term: int, step: int, trainer: str, seqs: list[int], *, early: bool = False, helped: bool = False
     ) -> Grant | None:
         """A grant for these microbatches of `trainer` in `step`; None: there are none. `helped`: to make a step."""
-        if not seqs:
-            return None
-        key = trainer, early
+        return self._signed(term, step, trainer, seqs, "early" if early else "due", helped) if seqs else None
+
+    def evaluation(self, term: int, step: int, trainer: str) -> Grant:
+        """A grant for `trainer` to evaluate at `step`."""
+        return self._signed(term, step, trainer, [], "evaluation", helped=False)
+
+    def _signed(self, term: int, step: int, trainer: str, seqs: list[int], use: str, helped: bool) -> Grant:
+        key = trainer, use
         known = self._granted.pop(key, None)
         if known is None or known[:4] != (term, step, seqs, helped):
             made = grant(self._sign, GrantStatement(self._run, term, step, trainer, Seqs.of(seqs), helped))

@@ -184,7 +184,7 @@ class Reports:
             admitted=grant.seqs if grant is not None else _NO_SEQS,
             redo=machine.redo(name),
             counted=_seqs(machine.counted(name, body.step)),
-            evaluate=machine.evaluates(name),
+            evaluate=tenure.evaluation_grant(step, name) if machine.current and machine.evaluates(name) else None,
             complete=machine.phase is Phase.COMPLETE,
             waits_for=tenure.waits_for(),
             version=machine.version(name),

@@ -88,6 +88,10 @@ class Tenure:
         helped = self.machine.batches.trainers.has_helped(trainer)
         return self._granting.grant(self.term, step, trainer, seqs, early=early, helped=helped)
 
+    def evaluation_grant(self, step: int, trainer: str) -> Grant:
+        """A grant for `trainer` to evaluate at `step`."""
+        return self._granting.evaluation(self.term, step, trainer)
+
 
 def _as_peer(post: MemberInfo) -> MemberInfo:
     """A post's entry with its peer in place of the post, as it travels."""

@@ -28,6 +28,7 @@ from peerd.core.messages.proof import signed_ticket
 from peerd.core.messages.swarm import MemberInfo
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.machine.batch.trainer_ledger import Holding
+from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.machine.pipeline.route_flow import RouteFlow
 from peerd.machine.pipeline.route_policy import RoutePolicy, Sent
 from peerd.machine.pipeline.routes import Route
@@ -121,7 +122,7 @@ class DirectPipeline:
         self._stages = StageClient(run, rpc, self._peers, papers)
         self._cuts = BoundedDict[tuple[str, str], float](_CUTS)  # (peer, peer of the next stage) -> until when
         self._serving: set[tuple[str, int]] = set()  # peers, and their stages
-        self.relaying = Relaying(rpc, self._serving)
+        self.relaying = Relaying(rpc, self._serving, MicrobatchShapes(run))
         self._retries = 0
         self._sent_bytes = 0
 
@@ -330,7 +331,7 @@ class DirectPipeline:
         """The loss sum over the samples, with whatever parameters the stages have now."""
         x = tokens
         for stage in range(self._last):
-            x = await self._stages.forward(stage, None, x)
+            x = await self._stages.forward(stage, None, 0, x)
         return await self._stages.loss(self._last, x, targets)
 
     async def run(self) -> None:

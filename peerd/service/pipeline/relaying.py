@@ -17,6 +17,7 @@ from peerd.core.errors import Overloaded, PeerdError, Refused
 from peerd.core.ids import PeerId
 from peerd.core.limits import STREAMS_INBOUND
 from peerd.core.messages.handover import CarryOn, Passed, Ticket
+from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.service.pipeline.next_stage import PASS, RELAY
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
@@ -37,10 +38,10 @@ DECLARED: Final = {
 
 
 class Relaying:
-    """The relay of one trainer. `serves`: peers, and the stages that they serve."""
+    """The relay of one trainer. `serves`: peers, and the stages that they serve; `shapes`: of the run."""
 
-    def __init__(self, rpc: Rpc, serves: Set[tuple[str, int]]) -> None:
-        self._rpc, self._serves = rpc, serves
+    def __init__(self, rpc: Rpc, serves: Set[tuple[str, int]], shapes: MicrobatchShapes) -> None:
+        self._rpc, self._serves, self._shapes = rpc, serves, shapes
         self._open: dict[bytes, Ticket] = {}  # by signature
         self._relayed: set[tuple[bytes, int]] = set()  # hops that a call is being carried for: tickets, and stages
         self.relayed_bytes = 0
@@ -49,7 +50,10 @@ class Relaying:
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Relay within the context."""
-        self._rpc.serve(RELAY, CarryOn, self._relay, declared=DECLARED[RELAY], objection=self._objection)
+        declared, shapes = self._shapes.bound(DECLARED[RELAY]), self._shapes.objection
+        self._rpc.serve(
+            RELAY, CarryOn, self._relay, declared=declared, objection=self._objection, frames_objection=shapes
+        )
         try:
             yield
         finally:

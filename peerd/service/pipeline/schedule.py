@@ -36,7 +36,7 @@ class Pipeline:
         load.forget()
         load.inputs[0] = load.tokens
         for stage in range(self._last):
-            load.inputs[stage + 1] = await self._stages.forward(stage, step, load.inputs[stage])
+            load.inputs[stage + 1] = await self._stages.forward(stage, step, seq, load.inputs[stage])
         load.gradients[self._last] = load.targets
         holdings = [Holding("", None)] * (self._last + 1)
         for stage in range(self._last, -1, -1):
@@ -56,7 +56,7 @@ class Pipeline:
         """The loss sum over the samples, with whatever parameters the stages have now."""
         x = tokens
         for stage in range(self._last):
-            x = await self._stages.forward(stage, None, x)
+            x = await self._stages.forward(stage, None, 0, x)
         return await self._stages.loss(self._last, x, targets)
 
     async def _backward(self, step: int, seq: int, stage: int, load: Load) -> tuple[Holding, Answer[StageAnswer]]:

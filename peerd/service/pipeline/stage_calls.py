@@ -3,8 +3,8 @@
 One process may hold several posts: stages that it serves, and stages whose sums it helps to make. The methods are
 served from the first post's beginning to the last one's end. In one stage a peer is a member or a helper, never both:
 a helper gives way to a post that serves the same stage. Hostile calls: calls of another run, to stages that are not
-served here, of methods that the post does not answer, and orders of a peer that does not conduct in this peer's eyes,
-are refused before their frames are received.
+served here, of methods that the post does not answer, with tensors that no microbatch of the run has, and orders of a
+peer that does not conduct in this peer's eyes, are refused before their frames are received.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import STREAMS_INBOUND
 from peerd.core.messages.handover import Pass
 from peerd.core.messages.swarm import Commit, Prepare, Relocate, Restore, StageBackward, StageForward, StageLoss
+from peerd.core.run.runfile import RunFile, fingerprint
+from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.signals import Signal
@@ -40,9 +42,8 @@ _WORK: Final = Declaration(
     frames=2,
     frame_bytes=256 << 20,
     calls_per_peer=64,
-    calls=512,
+    calls=2048,
 )
-_EVALUATE: Final = replace(_WORK, shows=Shows.NOTHING)
 # A microbatch's call stays open until its gradient comes back: what it holds, `Room` and the post bound in bytes.
 _WAY: Final = replace(_WORK, calls_per_peer=STREAMS_INBOUND - 32, calls=2048)
 _METHODS: Final = {
@@ -50,8 +51,8 @@ _METHODS: Final = {
     "commit": ("stage/4/commit", Commit, _ORDERS),
     "restore": ("stage/4/restore", Restore, _ORDERS),
     "transfer": ("stage/4/relocate", Relocate, _ORDERS),
-    "forward": ("stage/4/forward", StageForward, _EVALUATE),
-    "loss": ("stage/4/loss", StageLoss, _EVALUATE),
+    "forward": ("stage/4/forward", StageForward, _WORK),
+    "loss": ("stage/4/loss", StageLoss, _WORK),
     "backward": ("stage/4/backward", StageBackward, _WORK),
     "passes": ("handover/1/pass", Pass, _WAY),
 }
@@ -77,8 +78,9 @@ class StageHandlers:
 class StageCalls:
     """The posts of this peer in one run. `conductor`: the peer whose orders are taken; None: nobody's."""
 
-    def __init__(self, rpc: Rpc, fingerprint: bytes, conductor: Callable[[], PeerId | None]) -> None:
-        self._rpc, self._fingerprint, self._conductor = rpc, fingerprint, conductor
+    def __init__(self, rpc: Rpc, run: RunFile, conductor: Callable[[], PeerId | None]) -> None:
+        self._rpc, self._fingerprint, self._conductor = rpc, fingerprint(run), conductor
+        self._shapes = MicrobatchShapes(run)
         self._posts: dict[int, StageHandlers] = {}
         self._helpers: dict[int, tuple[StageHandlers, trio.CancelScope]] = {}
         self._changed = Signal()  # set when a post begins or ends
@@ -131,7 +133,16 @@ class StageCalls:
         if not self._posts and not self._helpers:
             for name, (method, request, declared) in _METHODS.items():
                 answer, objection = partial(self._answer, name), partial(self._objection, name)
-                self._rpc.serve(method, request, answer, declared=declared, objection=objection)
+                if declared is not _ORDERS:
+                    declared = self._shapes.bound(declared)
+                self._rpc.serve(
+                    method,
+                    request,
+                    answer,
+                    declared=declared,
+                    objection=objection,
+                    frames_objection=self._shapes.objection if declared.frames else None,
+                )
         try:
             yield
         finally:

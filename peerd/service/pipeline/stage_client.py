@@ -35,11 +35,12 @@ _SOON_S, _NOT_SO_SOON_S = 0.05, 5.0  # before a peer is asked again that says it
 
 @dataclass(frozen=True, slots=True)
 class TrainerPapers:
-    """The trainer's peer id (`own`), its newest grant for each of its microbatches, and its signature."""
+    """The trainer's peer id (`own`), its newest grants, for each of its microbatches and to evaluate; its signature."""
 
     own: str
     grant_of: Callable[[int], Grant | None]
     sign: Sign
+    evaluation_grant: Callable[[], Grant | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,12 @@ class StageClient:
 
     # --- calls ------------------------------------------------------------------------------------------------
 
-    async def forward(self, stage: int, step: int | None, x: TensorFrame) -> TensorFrame:
-        """The stage's output for the input `x`; `step` None: with whatever parameters the stage has now."""
-        _, answer = await self._call(_Call(stage, "forward", StageForward(self._fingerprint, stage, step), [x]))
+    async def forward(self, stage: int, step: int | None, seq: int, x: TensorFrame) -> TensorFrame:
+        """The stage's output for the input `x` of microbatch `seq`; `step` None: of an evaluation, whatever `seq`, with
+        whatever parameters the stage has now.
+        """
+        body = StageForward(self._fingerprint, stage, step, seq=seq)
+        _, answer = await self._call(_Call(stage, "forward", body, [x]))
         return answer.frames[0]
 
     async def backward(
@@ -121,10 +125,12 @@ class StageClient:
         """Ask one peer; returns its answer once it is checked."""
         peer, body, started = PeerId.parse(name), call.body, trio.current_time()
         within_s = self._peers.times(call.stage).given_up_after_s(name, call.at_first_s)
-        if not isinstance(body, StageLoss):
-            body = msgspec.structs.replace(body, line_bytes_per_s=self._line(call, peer))
-        if isinstance(body, StageBackward):
-            body = msgspec.structs.replace(body, grant=self._papers.grant_of(body.seq))
+        if isinstance(body, StageLoss):
+            body = msgspec.structs.replace(body, grant=self._papers.evaluation_grant())
+        else:
+            papers = self._papers
+            shown = papers.evaluation_grant() if body.step is None else papers.grant_of(body.seq)
+            body = msgspec.structs.replace(body, grant=shown, line_bytes_per_s=self._line(call, peer))
         with self._peers.call_to(name, within_s) as limit_s:
             answer = await self._rpc.call(
                 peer, f"stage/4/{call.verb}", body, StageAnswer, frames=call.frames, timeout_s=limit_s

@@ -1,9 +1,10 @@
 """Admission check at a stage peer: the grants that trainers show for their microbatches, verified once each.
 
 A grant counts when a conductor signed it that this peer follows, or has followed since it came to the position before
-this one: so a change of conductor in the middle of a step costs nothing. Hostile input: grants of any content; those of
-peers other than the conductor, for other trainers or steps, do not count. A trainer that merely follows another
-conductor than we do at the moment gets Overloaded, to try again soon.
+this one: so a change of conductor in the middle of a step costs nothing. A grant without microbatches lets a trainer
+evaluate, until the next evaluation is due. Hostile input: grants of any content; those of peers other than the
+conductor, for other trainers or steps, do not count. A trainer that merely follows another conductor than we do at the
+moment gets Overloaded, to try again soon.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _AGAIN_S = 0.3  # by then, a peer that follows the wrong conductor has usually f
 
 
 class Admissions:
-    """The admissions of one stage peer. `conductor`: the one that it follows now."""
+    """The admissions of one stage peer. `conductor`: the one that it follows now. `evaluated_every`: so many steps."""
 
-    def __init__(self, run: bytes, conductor: Callable[[], PeerId | None]) -> None:
-        self._run, self._conductor = run, conductor
+    def __init__(self, run: bytes, conductor: Callable[[], PeerId | None], evaluated_every: int = 0) -> None:
+        self._run, self._conductor, self._evaluated_every = run, conductor, evaluated_every
         self._followed: dict[PeerId, None] = {}  # at this position
         self._followed_before: dict[PeerId, None] = {}
         self._verified: dict[bytes, tuple[str, Grant]] = {}  # signature -> (trainer, grant), oldest first
@@ -60,12 +61,28 @@ class Admissions:
             return Refused(f"the grant is for step {shown.step}, the call for {step}")
         if seq not in shown.seqs:
             return Refused(f"the grant does not name microbatch {seq}")
+        return self._validity(trainer, shown)
+
+    def evaluation_objection(self, trainer: PeerId, step: int, shown: Grant | None) -> PeerdError | None:
+        """The reason that `trainer` does not evaluate here at `step`; None: it does."""
+        if not self._evaluated_every:
+            return Refused("this run has no evaluations (evaluate.every_steps)")
+        if shown is None:
+            return Refused("the call shows no grant of the conductor to evaluate")
+        if shown.seqs:
+            return Refused("the grant is for microbatches, not for an evaluation")
+        if shown.step + self._evaluated_every < step:
+            return Overloaded(f"the grant to evaluate is of step {shown.step}, the stage at {step}", _AGAIN_S)
+        return self._validity(trainer, shown)
+
+    def _validity(self, trainer: PeerId, shown: Grant) -> PeerdError | None:
+        """The reason that a conductor's grant does not count; None: it does. One that failed costs nothing again."""
         if self._verified.get(shown.signature) == (trainer.text, shown):
             return None
         error = Overloaded("the grant is not of a conductor that this peer follows", _AGAIN_S)
         conductors = self._conductors()
         if self._failed.get(shown.signature) == (trainer.text, shown, conductors):
-            return error  # it costs nothing to say so again
+            return error
         if self._is_valid(trainer, shown, conductors):
             return None
         self._failed[shown.signature] = trainer.text, shown, conductors

@@ -1,14 +1,11 @@
 """Coding at a stage's boundary: decodes tensors on their way in, codes outputs and gradients on the way out.
 
 Decodes and codes on a thread of its own, never on the device's. Tensors are larger than the frames they come in, so
-only a few calls may have theirs decoded at a time; the others wait with their frames: backwards go first, then the
-oldest step, then what came first.
+only a few calls may have theirs decoded at a time; the others wait with their frames, in the order of `FairTurns`.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -26,54 +23,61 @@ from peerd.core.errors import ProtocolViolation
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.run.runfile import RunFile
+from peerd.machine.pipeline.fair_turns import FairTurns, Turn
 from peerd.role import RoleContext
 
 _DECODED_CALLS: Final = 4  # enough that the device never waits for the next one
 
 
 class DecodedRoom:
-    """`places` for calls with decoded tensors; who waits for one is served by urgency, then in order of coming."""
+    """`places` for calls with decoded tensors, given in `FairTurns`' order; at most one of them to an evaluation."""
 
     def __init__(self, places: int) -> None:
-        self._places = places
-        self._line: list[tuple[tuple[int, int], int, trio.Event]] = []
-        self._numbers = itertools.count()
+        self._free = places
+        self._turns = FairTurns()
+        self._called: dict[int, tuple[trio.Event, bool]] = {}  # by ticket: set when the place is given; an evaluation
+        self._evaluates = False  # an evaluation has a place
 
     @property
     def waiting(self) -> int:
         """Calls that wait for a place."""
-        return len(self._line)
+        return len(self._turns)
 
     @asynccontextmanager
-    async def place(self, *, backward: bool, step: int) -> AsyncIterator[None]:
+    async def place(self, turn: Turn) -> AsyncIterator[None]:
         """A place, for as long as the context lasts."""
-        if self._places:
-            self._places -= 1
-        else:
-            await self._stand_in_line((int(not backward), step))
+        ticket, called = self._turns.ask(turn), trio.Event()
+        self._called[ticket] = called, turn.evaluates
+        self._give()
+        if not called.is_set():
+            await self._wait(ticket, turn, called)
         try:
             yield
         finally:
-            self._pass_on()
+            self._pass_on(turn)
 
-    async def _stand_in_line(self, urgency: tuple[int, int]) -> None:
-        mine = (urgency, next(self._numbers), trio.Event())
-        heapq.heappush(self._line, mine)
+    async def _wait(self, ticket: int, turn: Turn, called: trio.Event) -> None:
         try:
-            await mine[2].wait()
+            await called.wait()
         except trio.Cancelled:
-            if mine[2].is_set():  # the place was given to us when we had been cancelled, and not run since
-                self._pass_on()
+            if called.is_set():  # the place was given to us when we had been cancelled, and not run since
+                self._pass_on(turn)
             else:
-                self._line.remove(mine)
-                heapq.heapify(self._line)
+                del self._called[ticket]
+                self._turns.give_back(ticket)
             raise
 
-    def _pass_on(self) -> None:
-        if self._line:
-            heapq.heappop(self._line)[2].set()
-        else:
-            self._places += 1
+    def _pass_on(self, turn: Turn) -> None:
+        self._free += 1
+        self._evaluates = self._evaluates and not turn.evaluates
+        self._give()
+
+    def _give(self) -> None:
+        while self._free and (ticket := self._turns.pop(may_evaluate=not self._evaluates)) is not None:
+            self._free -= 1
+            called, evaluates = self._called.pop(ticket)
+            self._evaluates = self._evaluates or evaluates
+            called.set()
 
 
 class Boundary:

@@ -269,7 +269,8 @@ class HandOver:
         step = call.body.ticket.step
         size = self._room_for_graph(step)
         mine.bytes += size  # held from now on: others ask for theirs before this one is computed
-        made = await self._serving.output(call.peer, step, x, self.next.line_bytes_per_s, size > 0)
+        rate, trainer = self.next.line_bytes_per_s, call.body.trainer
+        made = await self._serving.output(call.peer, step, x, rate, size > 0, trainer)
         mine.bytes += (made.graph.bytes if made.graph is not None else 0) - size
         return made
 

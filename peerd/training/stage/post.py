@@ -63,7 +63,8 @@ class Post:
         self.saving = Saving(ctx, services.fingerprint)
         self.state = PostState(ctx, stage, self.saving, own)
         self.session = ConductorSession(services, stage, self)
-        self.admissions = Admissions(services.fingerprint, lambda: self._following.conductor)
+        every = ctx.run.evaluate.every_steps
+        self.admissions = Admissions(services.fingerprint, lambda: self._following.conductor, every)
         ctx.host.book.members_by(self.admissions.has_helped)
         self.serving = Serving(ctx, ctx.run, self)
         self.handover = HandOver(ctx, services, self, self.serving)
@@ -149,7 +150,12 @@ class Post:
             loss=serving.loss,
             backward=serving.backward,
             passes=self.handover.passes,
-            objections={"backward": serving.objection, "passes": self.handover.objection},
+            objections={
+                "forward": serving.forward_objection,
+                "loss": serving.loss_objection,
+                "backward": serving.objection,
+                "passes": self.handover.objection,
+            },
         )
 
     async def transfer(self, call: Incoming[Relocate]) -> Answer[Empty]:

@@ -4,10 +4,12 @@ What trainers call is here; what stage peers hand on to each other is `handover`
 
 Only computes: the post decides which microbatches a step counts, and when parameters change. Invariants: every call
 names its run, stage and step, and is refused at any other, but for the next one in a delayed run; a step that is being
-averaged takes nothing new, nor does a peer that leaves; a sum takes no microbatch that no conductor has admitted; at
-most one call's tensors are computed with at a time. A hostile trainer may send wrong frames, shapes and values, steps
-that are not, microbatches that were not admitted, and any number of calls: each is refused, the last before its frames
-are received, and the trainer is named where it broke the protocol.
+averaged takes nothing new, nor does a peer that leaves; nothing is computed for a caller without a grant: of a
+microbatch that a conductor has admitted, or for the one trainer that evaluates; at most one call's tensors are computed
+with at a time, and none that would not fit into the memory that is left. A hostile trainer may send wrong frames,
+shapes and values, steps that are not, microbatches that were not admitted, and any number of calls: what its body and
+its frames' headers show is refused before its frames are received, calls have their turns by `FairTurns`, and the
+trainer is named where it broke the protocol.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any, Final, Protocol
 import trio
 from msgspec import structs
 
+from peerd.compute.model.footprint import lacking_for_call
 from peerd.compute.model.kept_graph import Graph
 from peerd.compute.model.served_stage import ServedStage, StageOutcome, Stale
 from peerd.core.errors import NoMemory, Overloaded, PeerdError, ProtocolViolation, Refused
@@ -28,6 +31,9 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import HELD_PADDING_BYTES
 from peerd.core.messages.swarm import Mb, Receipt, StageAnswer, StageBackward, StageForward, StageLoss
 from peerd.core.run.runfile import RunFile
+from peerd.machine.budget.book import User
+from peerd.machine.pipeline.fair_turns import Turn
+from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.machine.rebalance.load_meter import LoadMeter
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
@@ -79,6 +85,7 @@ class Serving:
     def __init__(self, ctx: RoleContext, run: RunFile, place: StagePlace) -> None:
         self._run, self._place = run, place
         self._worker, self._arrival_rate, self._log = ctx.worker(ctx.device), ctx.rpc.arrival_rate, ctx.log
+        self._links = ctx.host.links
         self._told_again_at = float("-inf")  # that there is no memory
         self.boundary = Boundary(ctx, run)
         self.closing = False
@@ -123,10 +130,14 @@ class Serving:
         x_frame: TensorFrame,
         line_bytes_per_s: float = 0.0,
         keep_graph: bool = False,
+        trainer: str = "",
     ) -> Made:
-        """The stage's output for an input that `peer` sent; `keep_graph`: for the backward, where that saves time."""
+        """The stage's output for an input that `peer` sent; `keep_graph`: for the backward, where that saves time.
+
+        `trainer`: whose microbatch it is, if not `peer`'s own. Step None: an evaluation.
+        """
         served = self.stage_at(step)
-        async with self._present(backward=False, step=self._place.step if step is None else step):
+        async with self._present(trainer or peer.text, step):
             (x,) = await self.boundary.decode(peer, [x_frame], "the input")
             if len(x_frame.payload) > x.nbytes + HELD_PADDING_BYTES // 2:
                 raise ProtocolViolation(f"the input's frame has {len(x_frame.payload)} bytes, it {x.nbytes}", peer)
@@ -136,7 +147,7 @@ class Serving:
     async def output_again(self, step: int, mb: Mb, line_bytes_per_s: float = 0.0) -> Made:
         """The stage's output for a microbatch whose backward was made here; Refused when it is not kept."""
         served = self.stage_at(step)
-        async with self._present(backward=False, step=step):
+        async with self._present(mb.trainer, step):
             outcome = await self._work(lambda: served.output_again(step, mb), "forward")
             return await self._coded(outcome, "output", line_bytes_per_s)
 
@@ -155,7 +166,7 @@ class Serving:
         """
         served = self.stage_at(step)
         self.need_a_microbatch(peer, frames)
-        async with self._present(backward=True, step=step):
+        async with self._present(mb.trainer, step, backward=True):
             x, target = await self.boundary.decode(peer, frames, "the input", "the output's gradient or the targets")
             self.refuse_when_closing(step)  # once more: nothing may come in between now and the device's queue
 
@@ -169,14 +180,33 @@ class Serving:
             return await self._coded(outcome, "input gradient", line_bytes_per_s)
 
     @asynccontextmanager
-    async def _present(self, *, backward: bool, step: int) -> AsyncIterator[None]:
-        """A place among the calls with decoded tensors; who waits for one counts as this peer's load."""
+    async def _present(self, trainer: str, step: int | None, *, backward: bool = False) -> AsyncIterator[None]:
+        """A place among the calls with decoded tensors; who waits for one counts as this peer's load.
+
+        Step None: an evaluation. Overloaded where the call's tensors do not fit into memory now.
+        """
+        cost = BACKWARD_COST if backward else 1.0
+        turn = Turn(self._user_of(trainer), step or 0, backward, step is None, cost)
         self.load.came(trio.current_time())
         try:
-            async with self.boundary.room.place(backward=backward, step=step):
+            async with self.boundary.room.place(turn):
+                self._refuse_without_memory()
                 yield
         finally:
             self.load.went(trio.current_time())
+
+    def _user_of(self, trainer: str) -> User:
+        """The trainer and where it is linked from; one without a link to us is its own network."""
+        link = self._links.best(PeerId.parse(trainer))
+        return User(trainer, trainer, trainer) if link is None else link.user
+
+    def _refuse_without_memory(self) -> None:
+        """Overloaded where computing one more microbatch would take more memory than is left, while other calls and
+        what is kept of them take some: that comes back.
+        """
+        if self.kept_bytes and (lack := lacking_for_call(self._run, self._place.served.activation_bytes)) is not None:
+            self._tell_of_memory(lack)
+            raise Overloaded(f"no memory is left for a microbatch: {lack}", _NO_MEMORY_S)
 
     async def check_targets(self, peer: PeerId, step: int, frame: TensorFrame) -> None:
         """ProtocolViolation of `peer` where these are no targets, which another stage will need."""
@@ -221,17 +251,34 @@ class Serving:
 
     # --- a trainer's calls ------------------------------------------------------------------------------------
 
+    def forward_objection(self, peer: PeerId, body: StageForward) -> PeerdError | None:
+        """The reason that no output is computed for a call, by its body alone; None: it is."""
+        try:
+            self.stage_at(body.step)
+            self.refuse_when_leaving()
+        except (Refused, Overloaded) as error:
+            return error
+        if body.step is None:
+            return self._place.admissions.evaluation_objection(peer, self._place.step, body.grant)
+        return self._place.admissions.objection(peer, body.step, body.seq, body.grant)
+
+    def loss_objection(self, peer: PeerId, body: StageLoss) -> PeerdError | None:
+        """The reason that no loss is computed for a call, by its body alone; None: it is."""
+        return self._place.admissions.evaluation_objection(peer, self._place.step, body.grant)
+
     async def forward(self, call: Incoming[StageForward]) -> Answer[StageAnswer]:
         """The stage's output for an input."""
         body = call.body
         self.refuse_when_leaving()
         _need_frames(call, 1)
+        if body.step is not None:
+            self.need_a_microbatch(call.peer, call.frames)
         return self._answer(call, await self.output(call.peer, body.step, call.frames[0], body.line_bytes_per_s))
 
     async def loss(self, call: Incoming[StageLoss]) -> Answer[StageAnswer]:
         """The loss of inputs and targets, at the last stage."""
         served = self.stage_at(None)
-        async with self.boundary.room.place(backward=False, step=self._place.step):
+        async with self._present(call.peer.text, None):
             x, targets = await self.boundary.decode(call.peer, call.frames, "the input", "the targets")
             outcome = await self.compute(call.peer, lambda: served.loss(x, targets), "loss")
         return self._answer(call, Made(outcome.loss_sum, outcome.seconds, ()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from peerd.compute.model.footprint import footprint, lacking, refuse_if_too_large, spare_bytes
+from peerd.compute.model.footprint import footprint, lacking, lacking_for_call, refuse_if_too_large, spare_bytes
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import LimitsSection, RunFile
 
@@ -40,3 +40,15 @@ def test_what_may_be_kept_or_not_gets_what_the_limit_leaves() -> None:
     assert spare_bytes(limited(held() / 1e9 / 2), 7) == 0
     left = spare_bytes(limited((held() + 250 * MB) / 1e9), 100 * MB)
     assert 0 < left < 100 * MB
+
+
+def test_a_call_fits_or_not_beside_what_the_process_holds_now() -> None:
+    assert lacking_for_call(limited(0), 100 * MB) is None
+    assert lacking_for_call(limited(held() / 1e9 + 1), 100 * MB) is None
+    said = lacking_for_call(limited(held() / 1e9), 100_000 * MB)
+    assert said is not None
+    said = lacking_for_call(limited(held() / 1e9), 200 * MB)
+    assert said is not None
+    assert said.startswith("it takes 0.2 GB beside the ")
+    assert lacking_for_call(limited(0.001), 0) is None  # before anything was measured
+    assert "of the machine's memory are free" in (lacking_for_call(limited(0), 1 << 60) or "")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import msgspec
 import pytest
 import torch
@@ -99,3 +102,23 @@ def test_the_last_stage_and_scaled_16_bits_keep_none() -> None:
     assert not StageModule(RUN, 2).keeps_graphs
     assert not StageModule(scaled, 0).keeps_graphs
     assert StageModule(RUN, 0).keeps_graphs
+
+
+def test_a_graph_that_was_measured_and_is_not_used_is_freed(stage: StageModule) -> None:
+    """Else a peer that sends inputs of another length each time fills the memory."""
+    for length in (8, 7, 6):
+        graph = stage.forward_for_backward(input_of(stage)[:, :length])
+        kept = weakref.ref(graph.x)
+        del graph
+        gc.collect()
+        assert kept() is None
+
+
+def test_what_a_microbatch_takes_is_known_after_the_first(stage: StageModule) -> None:
+    assert stage.activation_bytes == 0
+    after(stage, None)
+    most = stage.activation_bytes
+    parameters = 4 * stage.layout.count
+    assert parameters < most < parameters + 1_000_000
+    stage.backward(input_of(stage)[:, :4], GRADIENT[:, :4])
+    assert stage.activation_bytes == most

@@ -33,6 +33,9 @@ def test_limits_say_what_they_object_to() -> None:
     assert limits.objection(11, 0, 0) == "a body of 11 bytes; allowed: 10"
     assert limits.objection(0, 3, 0) == "a message of 3 frames; allowed: 2"
     assert limits.objection(0, 1, 101) == "frames of 101 bytes; allowed: 100"
+    limits = declared(frames=2, frame_bytes=100, rows=4)
+    assert limits.objection(0, 2, 100, 4) is None
+    assert limits.objection(0, 2, 100, 5) == "a frame of 5 samples; allowed: 4 samples"
     assert declared().objection(0, 1, 0) is not None  # frames must be asked for
 
 

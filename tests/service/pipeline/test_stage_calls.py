@@ -12,13 +12,15 @@ from peerd.core.errors import LocalError, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import Commit, Moved, Position, StageAnswer, StageForward
+from peerd.core.run.runfile import PipelineSection, RunFile, fingerprint
 from peerd.service.pipeline.stage_calls import StageCalls, StageHandlers
 from peerd.service.rpc.rpc import Answer, Incoming
 from tests.worlds.machines.rpc_cases import Pair
 from tests.worlds.machines.rpc_fake import fake_pair
 
-RUN = bytes(range(16))
-FRAME = TensorFrame("uint8", (2,), memoryview(b"ab"))
+RUN_FILE = RunFile(run="calls", pipeline=PipelineSection(stages=4, microbatch=2))
+RUN = fingerprint(RUN_FILE)
+FRAME = TensorFrame("uint8", (1, 2), memoryview(b"ab"))
 
 
 class Conductor:
@@ -29,7 +31,7 @@ class Conductor:
 
 def calls_of(pair: Pair, conductor: Conductor) -> StageCalls:
     conductor.peer = pair.a_host.id
-    return StageCalls(pair.b, RUN, lambda: conductor.peer)
+    return StageCalls(pair.b, RUN_FILE, lambda: conductor.peer)
 
 
 def post(name: str, *, works: bool = True) -> StageHandlers:

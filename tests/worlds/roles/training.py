@@ -114,13 +114,14 @@ class Simulated:
 
     def __init__(self, net: SimNet) -> None:
         self._net, self._buffers = net, Buffers()
+        self.ips: dict[str, str] = {}  # of peers that shall have a certain address, by name
         self._starts = Counter[str]()
 
     def stack(self, name: str) -> PeerStack:
         if name in self._net.nodes:
             self._net.revive(name)
         else:
-            self._net.add_node(name, LINE)
+            self._net.add_node(name, LINE, self.ips.get(name, ""))
         self._starts[name] += 1
         clock = SimClock(1, f"{name}/{self._starts[name]}")
         transport = MemoryTransport(self._net, self._net.nodes[name])
