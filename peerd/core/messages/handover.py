@@ -102,8 +102,9 @@ class Broken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """A way that ended: nobody of `stage` could be had, and the trainer has to choose anew."""
 
     stage: StageNumber
-    peer: PeerText  # that the ticket named there
+    peer: PeerText  # that the ticket named there; with `not_finite`, the peer that computed it
     reason: Annotated[str, msgspec.Meta(max_length=BROKEN_CHARS)]
+    not_finite: bool = False  # the peer says that its own output or gradient for this microbatch is not finite
 
 
 class Passed(Message, frozen=True):

@@ -243,6 +243,7 @@ class TrainerSync(Message, frozen=True):
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
     early: Seqs = msgspec.field(default_factory=Seqs)  # of `open` and `done`, those begun for the step after
     unknown: Seqs = msgspec.field(default_factory=Seqs)  # it was told to repeat these, and has them no more
+    not_finite: Seqs = msgspec.field(default_factory=Seqs)  # dropped since the last answer: no finite gradient
 
 
 class Redo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -87,6 +87,7 @@ class TrainerReport:
     done: tuple[Done, ...]
     early: tuple[int, ...] = ()  # of `open` and `done`, those begun for the step after `step`
     unknown: tuple[int, ...] = ()  # to be done again, and it has them no more
+    not_finite: tuple[int, ...] = ()  # it has dropped these, which have no finite gradient
 
 
 @dataclass(frozen=True, slots=True)
