@@ -40,6 +40,7 @@ class PositionSearch:
         self._best: Position | None = None
         self._forsaken = False
         self._lacking: list[int] = []  # the stages without the current position, while it was looked for
+        self.barred: set[Position] = set()  # positions at which the run diverged
 
     # --- what is heard ----------------------------------------------------------------------------------------
 
@@ -73,10 +74,11 @@ class PositionSearch:
     def best(self) -> Position | None:
         """The newest position that every stage can reach, as far as it is backed; None: there is none."""
         announced = max(self.announced_step if self._believes_hearsay else 0, self.kept_step)
-        follows_from = self._roster.stands, self.established.additions, self.known, announced, self._forsaken
+        barred = frozenset(self.barred)
+        follows_from = self._roster.stands, self.established.additions, self.known, announced, self._forsaken, barred
         if follows_from != self._follows_from:  # it is asked for with each report while members are gathered
             stages, first_save = self._config.stages, self._config.first_save
-            knowledge = Knowledge(stages, first_save, self.established, self.known, announced, self._forsaken)
+            knowledge = Knowledge(stages, first_save, self.established, self.known, announced, self._forsaken, barred)
             self._follows_from, self._best = follows_from, best_position(knowledge, self._roster.entries)
         return self._best
 
@@ -165,6 +167,8 @@ class PositionSearch:
             return ""
         back = f"the swarm goes back from step {before} to step {target.step}"
         lacking = self._lacking if current is not None else self.without_any_state()
+        if current in self.barred:
+            return f"the run diverged at step {before}: {back}"
         if not lacking:
             return f"not all stages have the state of step {before}: {back}"
         names = f"stage {lacking[0]}" if len(lacking) == 1 else f"stages {', '.join(map(str, lacking))}"

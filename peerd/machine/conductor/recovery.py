@@ -82,6 +82,7 @@ class Knowledge:
     known: Position | None
     announced: int  # the newest step believed of a peer out of reach, or of kept checkpoints
     forsaken: bool = False  # what is missing was waited for long enough: the start will do
+    barred: Set[Position] = frozenset()  # the run diverged there: nobody goes back to them
 
     def ahead(self, position: Position) -> bool:
         """True when the position needs a quorum: it is not behind what the conductor knows."""
@@ -105,6 +106,8 @@ def best_position(knowledge: Knowledge, members: Mapping[str, RosterEntry]) -> P
     elsewhere = established.moved_away(members)
 
     def reaches(stage: int, position: Position, by: Set[str]) -> bool:
+        if position in knowledge.barred:
+            return False
         return not knowledge.ahead(position) or established.back(stage, by, anywhere[stage], elsewhere)
 
     reach = [{p for p, by in of.items() if reaches(stage, p, by)} for stage, of in enumerate(claims)]
