@@ -184,7 +184,7 @@ class Contributor(Generic[T]):
             self._refused = False
             self.books.repeat_all()
         self._said, later = told_at_once(self.books.news())
-        self._said_not_finite = self.books.not_finite[:MAX_MICROBATCHES]
+        self._said_not_finite = self.books.not_finite[: MAX_MICROBATCHES - len(self.books.unknown)]
         return TrainerSync(
             run=self._services.fingerprint,
             term=self.answer.term if self.answer else 0,
@@ -195,8 +195,7 @@ class Contributor(Generic[T]):
             seen_members=self._listed.version,
             wait_s=0.0 if self._in_a_hurry else _SYNC_WAIT_S,
             early=Seqs.of(self.books.early()),
-            unknown=Seqs.of(self.books.unknown),
-            not_finite=Seqs.of(self._said_not_finite),
+            unknown=Seqs.of(dict.fromkeys([*self.books.unknown, *self._said_not_finite])),
         )
 
     def _take(self, answer: TrainerAnswer, nursery: trio.Nursery) -> None:

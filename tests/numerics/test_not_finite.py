@@ -14,9 +14,9 @@ import pytest
 import trio
 
 from peerd.core.run.runfile import ModelSection, RunFile
-from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
+from tests.kit.exact import STEPS, Batches, differences, plain_torch, run_file, write_texts
 from tests.kit.spoilt import SPOILT, spoil_texts, write_spoilt
-from tests.worlds.roles.training import Peer, all_finished, events, pipeline, swarm
+from tests.worlds.roles.training import Peer, all_finished, events, pipeline, replicas, swarm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("autojump_clock")]
 EVERY = 600  # bytes: about one sample in twenty is spoilt
@@ -65,4 +65,27 @@ async def test_what_is_not_finite_is_dropped_and_the_rest_is_trained_exactly(
     check_spoilt_samples_are_out(batches)
     assert batches.faults(per_step=8) == [], "\n".join(events(peers))
     assert differences(run, plain_torch(run, batches), modules) == []
+    assert took_s < LONGEST_S
+
+
+@pytest.mark.parametrize("how", ["forward", "backward"])
+async def test_replicas_drop_what_is_not_finite_and_train_the_rest_exactly(
+    tmp_path: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    run = spoilt_run(tmp_path, how, 1, "direct")
+    monkeypatch.chdir(tmp_path)
+    async with swarm(tmp_path / "peers") as s:
+        peers = await replicas(s, run, 2)
+        began = trio.current_time()
+        await all_finished(s, peers, within_s=600)
+        took_s = trio.current_time() - began
+        gone = dropped(peers)
+        modules = [peer.role.replica.post.served.module for peer in peers]
+    assert gone, "nothing was spoilt"
+    assert {event["stage"] for event in gone} == {0}
+    check_spoilt_samples_are_out(batches)
+    assert batches.faults(per_step=8) == [], "\n".join(events(peers))
+    done = [module for module in modules if module.step == STEPS]  # its end may overtake a slow peer's leaving
+    assert done
+    assert differences(run, plain_torch(run, batches), done[:1]) == []
     assert took_s < LONGEST_S

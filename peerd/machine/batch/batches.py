@@ -101,7 +101,8 @@ class Batches:
             else:
                 shrank |= self._take_done(now, (self.due, report.step), mb, done, view)
         gone = self._given_up(self.due, report, view.settled)
-        self.not_finite = len({mb.seq for mb in gone}.intersection(report.not_finite))
+        cannot = frozenset(report.unknown)
+        self.not_finite = sum(mb.seq in cannot and not self.due.entries[mb].done for mb in gone)
         self._drop(self.due, gone)
         if self.early.open:
             self._drop(self.early, self._given_up(self.early, report, self._nothing))

@@ -148,8 +148,7 @@ class Reports:
         self._driver.heard[name] = trio.current_time()
         taken = machine.takes(body.step)
         begun, done = body.open.numbers(), tuple(map(_held_by_posts, body.done))
-        early, unknown, not_finite = body.early.numbers(), body.unknown.numbers(), body.not_finite.numbers()
-        self._driver.feed(TrainerReport(name, body.step, begun, done, early, unknown, not_finite))
+        self._driver.feed(TrainerReport(name, body.step, begun, done, body.early.numbers(), body.unknown.numbers()))
         news = lambda: machine.version(name) != body.seen  # noqa: E731
         await self._driver.wait_for_news(name, news, tenure, body.wait_s)
         self._still(tenure, name)
