@@ -62,17 +62,19 @@ class _Run(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """The tokens of one sample, and the piece that it begins in: its file and cursor."""
+    """The tokens of one sample, and where it begins: a token of the piece at a cursor of a file."""
 
     tokens: Tokens
     file: str
     cursor: tuple[int, int]
+    token: int
 
     @property
     def origin(self) -> str:
-        """Where it begins, for messages. Of one-line documents the line; else the byte or row."""
+        """Where it begins, for messages: the line of a JSONL file, else the byte or row of the piece; and the token."""
         at, line = self.cursor
-        return f"{self.file}, line {line + 1}" if line else f"{self.file}, from {at}"
+        piece = f"line {line + 1}" if line else f"text at {at}"
+        return f"{self.file}, {piece}, token {self.token}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +165,7 @@ class SourceStream:
         parts: list[Tokens] = []
         missing = self._cutting.context + 1
         self._locate()
-        first = self._run
+        first, token = self._run, self._at
         while True:
             self._locate()
             part = self._run.tokens[self._at : self._at + missing]
@@ -171,7 +173,7 @@ class SourceStream:
             missing -= len(part)
             if missing == 0:
                 self._at += len(part) - 1
-                return _Sample(np.concatenate(parts), first.file, first.place.cursor or (0, 0))
+                return _Sample(np.concatenate(parts), first.file, first.place.cursor or (0, 0), token)
             self._at += len(part)
 
     def _locate(self) -> None:
