@@ -108,7 +108,7 @@ class Broken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 @dataclass(frozen=True, slots=True)
-class NotFinite:
+class NotFiniteAt:
     """A way that ended: a peer of `stage` has a usable input, and its own output or gradient is not finite.
 
     On the wire it is a map, which distinguishes it from `Broken`.
@@ -127,7 +127,7 @@ class Passed(Message, frozen=True):
 
     hops: Annotated[list[Hop], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)
     loss_sum: float = 0.0  # over the samples, of the last stage
-    broken: Broken | NotFinite | None = None
+    broken: Broken | NotFiniteAt | None = None
     arrival_bytes_per_s: Rate = 0.0  # how fast the caller's frames arrive here; 0: unknown
 
 

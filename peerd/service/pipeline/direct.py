@@ -25,7 +25,7 @@ from peerd.core.clock import Clock
 from peerd.core.errors import NotFiniteHere, Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.messages.handover import NotFinite, Pass, Passed, Ticket
+from peerd.core.messages.handover import NotFiniteAt, Pass, Passed, Ticket
 from peerd.core.messages.proof import signed_ticket
 from peerd.core.messages.swarm import MemberInfo
 from peerd.core.run.runfile import RunFile, fingerprint
@@ -174,7 +174,7 @@ class DirectPipeline:
                     self._judge.computed(search.opinion, started)
                     return
                 reason = "".join(char if char.isprintable() else "?" for char in broken.reason)  # it goes to the log
-                if isinstance(broken, NotFinite) and search.low <= broken.stage <= search.high:
+                if isinstance(broken, NotFiniteAt) and search.low <= broken.stage <= search.high:
                     self._not_finite(search, way, (broken.stage, broken.peer), step, started, NotFiniteHere(reason))
                 else:
                     self._broke(search, way, broken.stage, reason)

@@ -30,7 +30,7 @@ from peerd.core.errors import (
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.limits import BROKEN_CHARS
-from peerd.core.messages.handover import Broken, CarryOn, Hop, NotFinite, Pass, Passed, Ticket, Way
+from peerd.core.messages.handover import Broken, CarryOn, Hop, NotFiniteAt, Pass, Passed, Ticket, Way
 from peerd.core.messages.proof import has_received
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import RunFile
@@ -312,4 +312,4 @@ def _broken(stage: int, named: str, reason: str) -> Answer[Passed]:
 
 def _not_finite(stage: int, name: str, error: NotFiniteHere) -> Answer[Passed]:
     """The answer where a peer of the next stage, `name`, says that its own result is not finite."""
-    return Answer(Passed(broken=NotFinite(stage, name, str(error.args[0])[:BROKEN_CHARS])))
+    return Answer(Passed(broken=NotFiniteAt(stage, name, str(error.args[0])[:BROKEN_CHARS])))

@@ -15,7 +15,7 @@ from peerd.core.ids import is_peer_text
 from peerd.core.keys import Keypair
 from peerd.core.limits import ATTEMPTS, BROKEN_CHARS, STAGES
 from peerd.core.messages.encoding import Message, decode, encode
-from peerd.core.messages.handover import Broken, CarryOn, Hop, NotFinite, Pass, Passed, Ticket
+from peerd.core.messages.handover import Broken, CarryOn, Hop, NotFiniteAt, Pass, Passed, Ticket
 from peerd.core.messages.proof import grant, is_ticket_of, receipt, signed_ticket
 from peerd.core.messages.swarm import GrantStatement, Mb, Receipt, Seqs
 from peerd.core.varint import encode_varint
@@ -60,7 +60,7 @@ def test_messages_survive_their_encoding_and_look_as_they_always_did() -> None:
 
 
 def test_a_way_that_ends_since_values_are_not_finite_is_told_from_one_that_is_broken() -> None:
-    for broken in (NotFinite(2, ROUTE[2], "the output"), Broken(2, ROUTE[2], "the output")):
+    for broken in (NotFiniteAt(2, ROUTE[2], "the output"), Broken(2, ROUTE[2], "the output")):
         assert decode(Passed, encode(Passed(broken=broken))).broken == broken
 
 
