@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -34,6 +35,7 @@ from peerd.core.messages.swarm import MemberInfo, TrainerAnswer
 from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.in_flight import LIMITED, InFlight
+from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
 from peerd.service.pipeline.direct import DirectPipeline
@@ -240,7 +242,8 @@ class TrainerRole:
         count = self._run.pipeline.microbatch
 
         def take() -> tuple[Load, dict[str, Any]]:
-            return self._load(stream.take(count)), stream.position()
+            samples = stream.take(count)
+            return self._load(samples, stream.origins), stream.position()
 
         while True:
             while len(self._books.waiting) < max(_AHEAD, self._contributor.in_flight()):
@@ -327,6 +330,18 @@ class TrainerRole:
         """Do one stage's backward again, from the kept input and gradient; returns its holder now."""
         return await self._pipeline.repeat(step, seq, stage, load)
 
+    def dropped(self, step: int, load: Load, error: MicrobatchNotFinite) -> None:
+        """Warn, with stage and documents, of a microbatch that is dropped for good."""
+        self._ctx.log.event(
+            "microbatch.dropped",
+            level="warning",
+            step=step,
+            stage=error.stage,
+            by=[peer[-8:] for peer in error.peers],
+            samples=list(load.origins),
+            reason=str(error),
+        )
+
     def note_members(self, members: list[MemberInfo]) -> None:
         """Take the stage peers to send microbatches to; with a replica of our own, that one alone."""
         if self._is_replica:
@@ -377,7 +392,12 @@ class TrainerRole:
             self._held_out = await self._worker.run(self._take_held_out, name="take held-out samples")
         total = 0.0
         for load in self._held_out:
-            total += await self._pipeline.evaluate(load.tokens, load.targets)
+            try:
+                total += await self._pipeline.evaluate(load.tokens, load.targets)
+            except MicrobatchNotFinite as error:
+                total = math.nan
+                self._ctx.log.event("trainer.not_evaluated", level="warning", step=step, reason=str(error))
+                break
         self._valid_loss = total / self._run.evaluate.samples
         self._evaluations.append((step, self._valid_loss))
         self._ctx.log.event("trainer.evaluated", step=step, loss=round(self._valid_loss, 4))
@@ -388,10 +408,10 @@ class TrainerRole:
         count = min(_EVALUATION_BATCH, run.pipeline.microbatch)
         return [self._load(samples[i : i + count]) for i in range(0, len(samples), count)]
 
-    def _load(self, samples: Tensor) -> Load:
+    def _load(self, samples: Tensor, origins: Sequence[str] = ()) -> Load:
         """Samples [B, L + 1] as inputs and the tokens that follow them."""
         tokens = samples.to(self._token_dtype)
-        return Load(to_frame(tokens[:, :-1].contiguous()), to_frame(tokens[:, 1:].contiguous()))
+        return Load(to_frame(tokens[:, :-1].contiguous()), to_frame(tokens[:, 1:].contiguous()), tuple(origins))
 
     async def _finish(self) -> None:
         """Make the last evaluation, publish the last progress, save the data position."""

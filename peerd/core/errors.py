@@ -76,6 +76,10 @@ class Untrusted(RemoteError):
     """We do not deal with the peer: it showed nothing that makes it a member of the run."""
 
 
+class NotFiniteHere(RemoteError):
+    """The peer's own output or gradient for a microbatch is not finite, or too large, though its input was finite."""
+
+
 class Overloaded(RemoteError):
     """The peer is busy; try again after `retry_after_s`."""
 

@@ -15,7 +15,7 @@ import trio
 
 from peerd.core.errors import RemoteError
 from peerd.core.messages.progress import TrainerProgress, encode_progress, pause_s, progress_key
-from peerd.core.messages.swarm import Done, MemberInfo, Seqs, TrainerAnswer, TrainerSync
+from peerd.core.messages.swarm import MAX_MICROBATCHES, Done, MemberInfo, Seqs, TrainerAnswer, TrainerSync
 from peerd.machine.batch.trainer_ledger import (
     Begun,
     Contribution,
@@ -27,6 +27,7 @@ from peerd.machine.batch.trainer_ledger import (
     told_at_once,
 )
 from peerd.machine.conductor.member_list import KnownMembers
+from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal
@@ -56,11 +57,18 @@ class Work(Protocol[T]):
         ...
 
     async def train(self, step: int, seq: int, load: T) -> list[Holding]:
-        """Compute microbatch `seq` of `step` in every stage; returns the holder of its gradient in each stage."""
+        """Compute microbatch `seq` of `step` in every stage; returns the holder of its gradient in each stage.
+
+        Raises MicrobatchNotFinite where it has no finite gradient: it is dropped for good.
+        """
         ...
 
     async def repeat(self, step: int, seq: int, stage: int, load: T) -> Holding:
-        """Compute it again in one stage whose peer is gone; returns its holder now."""
+        """Compute it again in one stage whose peer is gone; returns its holder now. Raises as `train`."""
+        ...
+
+    def dropped(self, step: int, load: T, error: MicrobatchNotFinite) -> None:
+        """A microbatch was dropped for good: tell the user, and take the load back from nobody."""
         ...
 
     def note_members(self, members: list[MemberInfo]) -> None:
@@ -97,6 +105,7 @@ class Contributor(Generic[T]):
         self._idle: trio.CancelScope | None = None  # of a report without news: cancelled when there are some
         self._dirty = False
         self._said: list[Done] = []
+        self._said_not_finite: list[int] = []
         self._refused = False  # the conductor cannot take news now, and has none itself
         self._heard = Signal()  # with each answer
         self._changes = -1
@@ -117,6 +126,7 @@ class Contributor(Generic[T]):
             "redone": tally.redone,
             "requeued": tally.requeued,
             "lost": tally.lost,
+            "not_finite": tally.not_finite,
         }
 
     @property
@@ -161,7 +171,7 @@ class Contributor(Generic[T]):
     @property
     def _has_news(self) -> bool:
         """True when the report under way has news that the conductor must take."""
-        return bool(self._said or self.books.unknown)
+        return bool(self._said or self._said_not_finite or self.books.unknown)
 
     @property
     def _in_a_hurry(self) -> bool:
@@ -174,6 +184,7 @@ class Contributor(Generic[T]):
             self._refused = False
             self.books.repeat_all()
         self._said, later = told_at_once(self.books.news())
+        self._said_not_finite = self.books.not_finite[: MAX_MICROBATCHES - len(self.books.unknown)]
         return TrainerSync(
             run=self._services.fingerprint,
             term=self.answer.term if self.answer else 0,
@@ -184,7 +195,7 @@ class Contributor(Generic[T]):
             seen_members=self._listed.version,
             wait_s=0.0 if self._in_a_hurry else _SYNC_WAIT_S,
             early=Seqs.of(self.books.early()),
-            unknown=Seqs.of(self.books.unknown),
+            unknown=Seqs.of(dict.fromkeys([*self.books.unknown, *self._said_not_finite])),
         )
 
     def _take(self, answer: TrainerAnswer, nursery: trio.Nursery) -> None:
@@ -195,7 +206,7 @@ class Contributor(Generic[T]):
         self._waits_for = answer.waits_for or None
         self._following.note_forecast(answer.forecast, answer.waits_for)
         before = self.books.step
-        orders = self.books.answered(answer, self._said)
+        orders = self.books.answered(answer, self._said, self._said_not_finite)
         if self.books.step != before:
             self._longest_s = [self._longest_s[1], 0.0]
             self._work.stepped(before)
@@ -225,7 +236,11 @@ class Contributor(Generic[T]):
     async def _train(self, item: Begun[T]) -> None:
         assert item.step is not None
         with self._scope(item):
-            holdings = await self._work.train(item.step, item.seq, item.load)
+            try:
+                holdings = await self._work.train(item.step, item.seq, item.load)
+            except MicrobatchNotFinite as error:
+                self._drop(item, item.step, error)
+                return
             self.books.finish(item, [one.peer for one in holdings], [one.receipt for one in holdings])
             if self.books.pressing(self._work.told_together()):
                 self.tell()
@@ -233,8 +248,21 @@ class Contributor(Generic[T]):
     async def _repeat(self, item: Begun[T], stage: int) -> None:
         assert item.step is not None
         with self._scope(item):
-            holder, receipt = await self._work.repeat(item.step, item.seq, stage, item.load)
+            try:
+                holder, receipt = await self._work.repeat(item.step, item.seq, stage, item.load)
+            except MicrobatchNotFinite as error:
+                self._drop(item, item.step, error)
+                return
             self.books.repeated(item, stage, holder, receipt)
+            self.tell()
+
+    def _drop(self, item: Begun[T], step: int, error: MicrobatchNotFinite) -> None:
+        """Drop a microbatch for good. What other stages hold of it, they take out of their sums before they average."""
+        if self.books.items.get(item.seq) is item:
+            self.books.dismiss(item)
+            self._work.dropped(step, item.load, error)
+            for scope in self._scopes.pop(item.seq, []):
+                scope.cancel()
             self.tell()
 
     def _scope(self, item: Begun[T]) -> trio.CancelScope:

@@ -70,6 +70,8 @@ def _value(info: mi.Type, rng: random.Random, depth: int) -> Any:
             return rng.choice(info.values)
         case mi.StructType():
             return _struct(info, rng, depth)
+        case mi.DataclassType():
+            return {field.encode_name: _value(field.type, rng, depth + 1) for field in info.fields}
         case mi.AnyType():
             return rng.choice([None, 1, "any", [1, 2]])
         case mi.RawType() | mi.Metadata():

@@ -163,13 +163,13 @@ async def fed(waiting: int, open_: int, in_flight: int) -> tuple[int, int]:
     tells: list[None] = []
     role._contributor = SimpleNamespace(in_flight=lambda: in_flight, tell=lambda: tells.append(None))
     role._data_problem = None
-    role._load = lambda samples: samples
+    role._load = lambda samples, origins: samples
 
     async def run(job: Callable[[], Any], *, name: str) -> Any:
         return job()
 
     role._worker = SimpleNamespace(run=run)
-    stream: Any = SimpleNamespace(take=lambda count: ["text"] * count, position=dict)
+    stream: Any = SimpleNamespace(take=lambda count: ["text"] * count, position=dict, origins=[])
     feed: Callable[[Any], Awaitable[None]] = role._feed
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed, stream)

@@ -75,7 +75,8 @@ def _microbatches(told: Any, role: Told) -> str:
     if told.get("in_flight") and role.get("in_flight_why"):
         why = f": {role['in_flight_why']}" if not role.get("waits_for") else ""
         phrase += f", {units.count(told['in_flight'])} under way{why}"
-    for key, words in (("redone", "done again"), ("requeued", "begun anew"), ("lost", "lost")):
+    outcomes = {"redone": "done again", "requeued": "begun anew", "lost": "lost", "not_finite": "dropped as not finite"}
+    for key, words in outcomes.items():
         if told.get(key):
             phrase += f", {units.count(told[key])} {words}"
     return phrase

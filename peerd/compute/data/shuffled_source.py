@@ -54,10 +54,27 @@ class StreamPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Run(NamedTuple):
-    """The tokens of one piece and where they begin."""
+    """The tokens of one piece, where they begin, and the file that they are from."""
 
     place: _Place
     tokens: Tokens
+    file: str = ""
+
+
+class _Sample(NamedTuple):
+    """The tokens of one sample, and where it begins: a token of the piece at a cursor of a file."""
+
+    tokens: Tokens
+    file: str
+    cursor: tuple[int, int]
+    token: int
+
+    @property
+    def origin(self) -> str:
+        """Where it begins, for messages: the line of a JSONL file, else the byte or row of the piece; and the token."""
+        at, line = self.cursor
+        piece = f"line {line + 1}" if line else f"text at {at}"
+        return f"{self.file}, {piece}, token {self.token}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +124,8 @@ class SourceStream:
         self._runs = self._tokens(position.place)
         self._run = _Run(position.place, np.empty(0, dtype=np.uint8))
         self._at = position.place.skip  # tokens of self._run used up
-        self._fresh: list[Tokens] = []  # the next block, as far as it was read
+        self._fresh: list[_Sample] = []  # the next block, as far as it was read
+        self.origin = ""  # where the sample that was taken last begins, for messages
         self._block, self._size = position.block, position.size
         self._fresh_place = position.place
         self._fill(position.size)
@@ -134,17 +152,20 @@ class SourceStream:
         sample = self._ready.pop()
         self._taken += 1
         self._fill(-(-self._next_size * self._taken // self._size))
-        return sample
+        self.origin = sample.origin
+        return sample.tokens
 
     def _fill(self, count: int) -> None:
         """Read until the next block has `count` samples."""
         while len(self._fresh) < count:
             self._fresh.append(self._cut())
 
-    def _cut(self) -> Tokens:
+    def _cut(self) -> _Sample:
         """The next context + 1 tokens of the text; the last of them will be the first of the sample after."""
         parts: list[Tokens] = []
         missing = self._cutting.context + 1
+        self._locate()
+        first, token = self._run, self._at
         while True:
             self._locate()
             part = self._run.tokens[self._at : self._at + missing]
@@ -152,7 +173,7 @@ class SourceStream:
             missing -= len(part)
             if missing == 0:
                 self._at += len(part) - 1
-                return np.concatenate(parts)
+                return _Sample(np.concatenate(parts), first.file, first.place.cursor or (0, 0), token)
             self._at += len(part)
 
     def _locate(self) -> None:
@@ -174,9 +195,10 @@ class SourceStream:
             empty = file == 0 and cursor is None
             for number in range(file, len(order)):
                 start = None if cursor is None else Cursor(*cursor)
-                for piece in self._documents.read(self._documents.files[order[number]], start, epoch):
+                read = self._documents.files[order[number]]
+                for piece in self._documents.read(read, start, epoch):
                     tokens = self._encode(piece)
-                    yield _Run(_Place(epoch, number, (piece.start.at, piece.start.line)), tokens)
+                    yield _Run(_Place(epoch, number, (piece.start.at, piece.start.line)), tokens, str(read))
                     empty = empty and len(tokens) == 0
                 cursor = None
             if empty:

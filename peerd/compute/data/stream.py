@@ -63,6 +63,7 @@ class SampleStream:
         `cache`: where files under an http(s) address are kept; without it, a folder that all of this user's share.
         """
         self._context = context
+        self.origins: list[str] = []  # where the samples that were taken last begin, for messages
         self._left_at: dict[str, Any] | None = None  # the position to go back to, after a server did not answer
         name = f"peerd data {seed} {peer} {split}"
         sources = sources_of(section)
@@ -105,7 +106,11 @@ class SampleStream:
             self.resume(self._left_at)
         before = self.position()
         try:
-            rows = [self._streams[self._mixture.draw()].next() for _ in range(count)]
+            rows, self.origins = [], []
+            for _ in range(count):
+                stream = self._streams[self._mixture.draw()]
+                rows.append(stream.next())
+                self.origins.append(stream.origin)
         except DataUnavailable:
             self._left_at = before
             raise

@@ -24,7 +24,7 @@ from torch import Tensor
 from peerd.compute.experts.expert_mixture import imbalance, mixed
 from peerd.compute.model.layers import ExpertBlock
 from peerd.compute.model.served_stage import Stale
-from peerd.compute.model.stage_module import StageModule
+from peerd.compute.model.stage_module import ResultNotFinite, StageModule
 from peerd.compute.tensors import all_finite, largest_in
 from peerd.core.errors import ConfigError
 from peerd.core.experts.grid import grid_of, sample_shapes
@@ -212,7 +212,7 @@ class TrunkModule(StageModule):
         parameters = [self._parameters[i] for i in self._places[index]]
         value, gradients = self._precision.backward(compute, [*parameters, *inputs], None, largest)
         if not all(map(all_finite, gradients)) or not all_finite(value.detach()):
-            raise ValueError("the gradient of this microbatch has values that are not finite")
+            raise ResultNotFinite("the gradient of this microbatch has values that are not finite")
         return value, dict(zip(self._places[index], gradients, strict=False)), gradients[len(parameters) :]
 
 

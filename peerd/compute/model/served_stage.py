@@ -7,17 +7,19 @@ kept is bounded, also for each trainer. All methods are synchronous and run on t
 a time; every method that belongs to a step says so and is refused at any other (`Stale`). In a delayed run microbatches
 of the step after it are taken as well, `early` ones: they are computed with the parameters of now, which are one step
 old when they count, and kept apart until then. Hostile input: tensors of wrong shape, dtype or value raise ValueError
-before anything changes.
+before anything changes. A result that is not finite, or too large, raises ResultNotFinite where the input was usable:
+then it is this stage's own, and nothing has changed either.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -26,8 +28,8 @@ from torch import Tensor
 from peerd.compute.codec.frames import decode
 from peerd.compute.codec.powersgd import LowRank
 from peerd.compute.model.kept_graph import Graph
-from peerd.compute.model.stage_module import StageModule
-from peerd.compute.tensors import TORCH_DTYPES, dtype_name, raw_bytes, values_of
+from peerd.compute.model.stage_module import ResultNotFinite, StageModule
+from peerd.compute.tensors import TORCH_DTYPES, dtype_name, largest_in, raw_bytes, values_of
 from peerd.compute.worker import Timed
 from peerd.core.errors import PeerdError
 from peerd.core.frame import TensorFrame
@@ -37,6 +39,8 @@ from peerd.core.messages.swarm import MAX_MICROBATCHES, Mb
 from peerd.core.run.runfile import RunFile
 
 Vector = np.ndarray[Any, np.dtype[Any]]
+
+_CODED: Final = 2.0  # times that a code may enlarge a value of a neighbouring stage
 
 
 class Unusable(PeerdError):
@@ -129,6 +133,10 @@ class Model(Protocol):
         """The microbatches that bring the sum of `step` out of the range of numbers; they are in it no longer."""
         ...
 
+    def is_finite(self) -> bool:
+        """True when all parameters, buffers and optimizer state are finite."""
+        ...
+
     def vector(self, leads: bool = True) -> Vector:
         """A copy of the sum of the step under way, flat; `leads`: this peer has the lowest id of those that average."""
         ...
@@ -199,9 +207,29 @@ class ServedStage:
         self._at(step)
         if keep_graph and step is not None and self.module.keeps_graphs and self.module.has_room_for_graph():
             graph = self.module.forward_for_backward(_whole_numbers_as_int64(x))
-            return StageOutcome(graph.y.detach(), 0.0, self._since(began), graph)
+            return StageOutcome(self._usable_output(x, graph.y.detach()), 0.0, self._since(began), graph)
         y = self.module.forward(_whole_numbers_as_int64(x), training=step is not None)
-        return StageOutcome(y, 0.0, self._since(began))
+        return StageOutcome(self._usable_output(x, y), 0.0, self._since(began))
+
+    def _usable_output(self, x: Tensor, y: Tensor) -> Tensor:
+        """The output `y` for the input `x`; ResultNotFinite if the next stage cannot use it."""
+        with self._judging(x):
+            self.module.need_usable("the output for this microbatch", [y])
+        return y
+
+    @contextmanager
+    def _judging(self, *given: Tensor) -> Iterator[None]:
+        """The scope of a computation: a result that is not finite is the caller's fault if what it gave is too large.
+
+        Every stage keeps what it sends to `largest`, so an honest caller never gives more.
+        """
+        try:
+            yield
+        except ResultNotFinite as error:
+            largest = largest_in([tensor for tensor in given if tensor.is_floating_point()])
+            if largest > _CODED * self.module.largest:
+                raise ValueError(f"{error}: the input has values up to {largest:.1e}") from None
+            raise
 
     def loss(self, x: Tensor, targets: Tensor) -> StageOutcome:
         """Inputs and targets; gives the loss sum over the samples (last stage only)."""
@@ -233,7 +261,8 @@ class ServedStage:
             return kept.outcome
         x, target = map(_whole_numbers_as_int64, tensors)
         _need_no_padding(frames, x, target)
-        gradient, loss_sum = self.module.backward(x, target, ahead=ahead, graph=graph)
+        with self._judging(x, target):
+            gradient, loss_sum = self.module.backward(x, target, ahead=ahead, graph=graph)
         outcome = StageOutcome(gradient, loss_sum, self._since(began))
         book[mb] = _Kept(frames, outcome, self.module.step)
         return outcome
@@ -253,7 +282,8 @@ class ServedStage:
         if kept is None or not kept.frames:
             raise Stale("the microbatch is not kept here")
         with self.module.as_of(kept.at):
-            y = self.module.forward(_whole_numbers_as_int64(decode(kept.frames[0], name="a kept input")), training=True)
+            x = _whole_numbers_as_int64(decode(kept.frames[0], name="a kept input"))
+            y = self._usable_output(x, self.module.forward(x, training=True))
         return StageOutcome(y, 0.0, self._since(began))
 
     @property
@@ -342,6 +372,10 @@ class ServedStage:
                     except ValueError:
                         self._unusable.append(mb)
                         del self._held[mb]
+
+    def is_finite(self) -> bool:
+        """True when all parameters, buffers and optimizer state are finite."""
+        return self.module.is_finite()
 
     def vector(self, leads: bool = True) -> Vector:
         """A copy of the gradient sum of the step under way, flat."""

@@ -45,6 +45,10 @@ from peerd.core.run.runfile import RunFile
 _CACHE_LINE_BYTES: Final = 64
 
 
+class ResultNotFinite(ValueError):
+    """A stage's own result for a microbatch is not finite, or too large for its neighbours and its sum."""
+
+
 class StageModule:
     """Stage number `stage` of the run on `device`. Shapes: B samples, L tokens, D d_model, V vocabulary."""
 
@@ -54,7 +58,7 @@ class StageModule:
         self.stage = stage
         self.device = torch.device(device)
         self.dtype = DTYPES[run.model.dtype]
-        self.largest = math.inf  # of one microbatch's gradient
+        self.largest = math.inf  # of the values of one microbatch that are sent to other stages, or added to a sum
         self._precision = Precision(run.model.precision, self.device)
         self.first = stage == 0
         self.last = stage == run.pipeline.stages - 1
@@ -175,13 +179,25 @@ class StageModule:
 
             largest = 1.0 / x.shape[1]  # of the loss by a logit
             output, gradients = self._precision.backward(compute, [*self._parameters, *inputs], seed, largest)
-            _need_finite("the gradient of this microbatch", *gradients)
-            _need_at_most(self.largest, "the gradient of this microbatch", gradients[: len(self._parameters)])
+            self.need_usable("the gradient of this microbatch", gradients)
             if again or sign < 0:
                 begin_anew()
             self.buffers.note(ahead, round(sign * x.shape[0]))
         self._sums.add(gradients, sign, ahead)
         return (None if self.first else gradients[-1]), (float(output.detach()) if self.last else 0.0)
+
+    def need_usable(self, what: str, results: Iterable[Tensor]) -> None:
+        """ResultNotFinite unless all values are finite and at most `largest`. A GPU is waited for once."""
+        found = largest_in(results)
+        if not math.isfinite(found):
+            raise ResultNotFinite(f"{what} has values that are not finite")
+        if found > self.largest:
+            told = f"what is larger than {self.largest:.1e} cannot be summed"
+            raise ResultNotFinite(f"{what} has values up to {found:.1e}; {told}")
+
+    def is_finite(self) -> bool:
+        """True when all parameters, moments and shared buffers are finite. A GPU is waited for once."""
+        return all_finite_in([self._flat, *self._optimizer.moments.values(), *self.buffers.shared.values()])
 
     @contextmanager
     def _computing(self, training: bool) -> Iterator[Callable[[], None]]:
@@ -207,7 +223,7 @@ class StageModule:
         try:
             self.buffers.check()
         except GradientNotFinite as error:
-            raise ValueError(str(error)) from None
+            raise ResultNotFinite(str(error)) from None
 
     @contextmanager
     def as_of(self, at: int) -> Iterator[None]:
@@ -369,14 +385,6 @@ def _need(what: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> N
 def _need_finite(what: str, *tensors: Tensor) -> None:
     if not all_finite_in([tensor.detach() for tensor in tensors]):
         raise ValueError(f"{what} has values that are not finite")
-
-
-def _need_at_most(largest: float, what: str, gradients: Iterable[Tensor]) -> None:
-    if largest == math.inf:
-        return
-    found = largest_in(gradients)
-    if found > largest:
-        raise ValueError(f"{what} has values up to {found:.1e}; what is larger than {largest:.1e} cannot be summed")
 
 
 def _need_same_names(mine: Iterable[str], theirs: Iterable[str]) -> None:

@@ -242,6 +242,12 @@ class UserModel:
         self._drop_due()
         return lost
 
+    def is_finite(self) -> bool:
+        """True when all parameters, buffers and tensors of the optimizer's state are finite."""
+        kept = [v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        tensors = [*(p.detach() for p in self._parameters), *kept, *self.buffers.shared.values()]
+        return all(map(all_finite, tensors))
+
     def _drop_due(self) -> None:
         self._held.clear()
         self._sums.clear(0)

@@ -9,6 +9,7 @@ and the last keeps its gradient: they bring these and do nothing else.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -106,6 +107,18 @@ class Broken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     reason: Annotated[str, msgspec.Meta(max_length=BROKEN_CHARS)]
 
 
+@dataclass(frozen=True, slots=True)
+class NotFiniteAt:
+    """A way that ended: a peer of `stage` has a usable input, and its own output or gradient is not finite.
+
+    On the wire it is a map, which distinguishes it from `Broken`.
+    """
+
+    stage: StageNumber
+    peer: PeerText  # that computed it
+    reason: Annotated[str, msgspec.Meta(max_length=BROKEN_CHARS)]
+
+
 class Passed(Message, frozen=True):
     """The answer to Pass; frame: the input's gradient, where the stage before is to be done as well.
 
@@ -114,7 +127,7 @@ class Passed(Message, frozen=True):
 
     hops: Annotated[list[Hop], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)
     loss_sum: float = 0.0  # over the samples, of the last stage
-    broken: Broken | None = None
+    broken: Broken | NotFiniteAt | None = None
     arrival_bytes_per_s: Rate = 0.0  # how fast the caller's frames arrive here; 0: unknown
 
 

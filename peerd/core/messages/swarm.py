@@ -255,7 +255,8 @@ class TrainerSync(Message, frozen=True):
     seen_members: Version  # of the list of members that it has
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
     early: Seqs = msgspec.field(default_factory=Seqs)  # of `open` and `done`, those begun for the step after
-    unknown: Seqs = msgspec.field(default_factory=Seqs)  # it was told to repeat these, and has them no more
+    # It cannot do these: it was told to repeat them and has them no more, or they have no finite gradient.
+    unknown: Seqs = msgspec.field(default_factory=Seqs)
 
 
 class Redo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -46,6 +46,7 @@ class Batches:
         self.trainers = Admission(own_pace=stages == 1 if own_pace is None else own_pace)
         self.verify: Verify | None = None  # looks at receipts
         self.tell: Callable[[str], None] = lambda text: None  # what a person may want to know
+        self.not_finite = 0  # microbatches of `due` that the trainer of the last report has dropped
         self._over: Ledger | None = None  # what is left of the last batch
         self._void: set[Mb] = set()  # dropped for good: they do not count in the batches under way, whoever says so
 
@@ -100,6 +101,8 @@ class Batches:
             else:
                 shrank |= self._take_done(now, (self.due, report.step), mb, done, view)
         gone = self._given_up(self.due, report, view.settled)
+        cannot = frozenset(report.unknown)
+        self.not_finite = sum(mb.seq in cannot and not self.due.entries[mb].done for mb in gone)
         self._drop(self.due, gone)
         if self.early.open:
             self._drop(self.early, self._given_up(self.early, report, self._nothing))

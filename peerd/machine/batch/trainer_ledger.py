@@ -2,10 +2,10 @@
 
 Decides from the conductor's answers what to start, to drop and to repeat; computes nothing. In a delayed run the books
 hold microbatches of two steps, the one under way and the next. Invariants: every batch of samples that was taken from
-the data is in exactly one place: waiting, begun, finished, counted, or lost, and it is lost only when nobody can say
-any more how its step ended; what was begun for a step counts in that one, or begins again under another number. With
-each goes what others must see of it: the conductor's newest grant, and the receipts of its holders. Hostile input: a
-conductor that names microbatches or stages that are not there is not heard.
+the data is in exactly one place: waiting, begun, finished, counted, dismissed as not finite, or lost, and it is lost
+only when nobody can say any more how its step ended; what was begun for a step counts in that one, or begins again
+under another number. With each goes what others must see of it: the conductor's newest grant, and the receipts of its
+holders. Hostile input: a conductor that names microbatches or stages that are not there is not heard.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class MicrobatchTally:
     redone: int = 0  # stages done again because their peer was lost
     requeued: int = 0  # begun again from the start
     lost: int = 0
+    not_finite: int = 0  # dropped for good: their outputs or gradients are not finite
 
 
 class Contribution(Generic[T]):
@@ -93,6 +94,7 @@ class Contribution(Generic[T]):
         self.items: dict[int, Begun[T]] = {}
         self.unknown: list[int] = []  # the conductor has them done again, and they are not here any more
         self._evaluation: Grant | None = None
+        self.not_finite: list[int] = []  # dismissed in this step, and the conductor has not taken the news
         self._next = session << 31
         self._joined = False
 
@@ -148,14 +150,23 @@ class Contribution(Generic[T]):
         item.unsaid = True
         self.tally.redone += 1
 
+    def dismiss(self, item: Begun[T]) -> None:
+        """Drop `item` for good, with its samples: it has no finite gradient. Another takes its place in the batch."""
+        del self.items[item.seq]
+        self.not_finite.append(item.seq)
+        self.tally.not_finite += 1
+
     def repeat_all(self) -> None:
         """A new conductor knows nothing of this step: say everything again."""
         for item in self.items.values():
             item.unsaid = item.finished
 
-    def answered(self, answer: TrainerAnswer, said: Iterable[Done]) -> list[Order[T]]:
-        """Take the conductor's answer to a report that said `said`."""
+    def answered(self, answer: TrainerAnswer, said: Iterable[Done], not_finite: Iterable[int] = ()) -> list[Order[T]]:
+        """Take the conductor's answer to a report that said `said`, and which microbatches are `not_finite`."""
         orders: list[Order[T]] = []
+        if answer.taken or answer.step != self.step:
+            told = set(not_finite)
+            self.not_finite = [seq for seq in self.not_finite if seq not in told and answer.step == self.step]
         if answer.step != self.step or not self._joined:
             orders += self._close_step(answer)
         elif answer.taken:

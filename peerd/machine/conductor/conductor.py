@@ -7,9 +7,9 @@ stage can reach, as far as enough members stand behind it (`recovery`). All stag
 In a delayed run the next batch is filled while this one closes and moves; it closes when this step is made. Decides
 only: no tensors, no sockets, no clock. A hostile member can stall a step by false reports until it is put aside
 (`stage_close`, `blame`), a hostile trainer until others get its place (`admission`); neither can make a batch count
-twice. Parts: `roster` (members), `course` (phase and positions), `search` (the position to go on from), `batches`
-(microbatches), `StepCycle` (filling, averaging, committing) and `Rebalancing` (which stage a peer serves). This file
-hands them events and gives each its turn.
+twice. A run of which nothing is finite any more goes back once (`divergence`). Parts: `roster` (members), `course`
+(phase and positions), `search` (the position to go on from), `batches` (microbatches), `StepCycle` (filling, averaging,
+committing) and `Rebalancing` (which stage a peer serves). This file hands them events and gives each its turn.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Iterable
 
 from peerd.core.messages.swarm import LineInfo, Mb, MemberInfo, Position, Redo
 from peerd.machine.batch.batches import Batches
+from peerd.machine.batch.divergence import Divergence
 from peerd.machine.conductor.blame import Blame
 from peerd.machine.conductor.stage_close import Closing
 from peerd.machine.conductor.step_cycle import StepCycle
@@ -59,6 +60,8 @@ class Conductor:
         self.roster = Roster(config.stages, delayed=config.delayed)
         self.course = Course(delayed=config.delayed)
         self.search = PositionSearch(config, origin, self.roster, self.course, now)
+        self._divergence = Divergence()
+        self.search.barred = self._divergence.barred
         self._blame = Blame(config.ban_s, self.batches, self.roster, self.search.established, origin)
         self._closing = Closing(config, self.batches, self.roster, self._blame, rng)
         self._step = StepCycle(config, self.batches, self.roster, self.course, self._closing)
@@ -197,8 +200,14 @@ class Conductor:
         late = [*self._step.late.items()][:_NAMED_LATE]
         return f"trainer {', '.join(f'…{peer[-8:]}, which has not finished {count}' for peer, count in late)}"
 
+    @property
+    def _is_stopped(self) -> bool:
+        return bool(self._divergence.stopped)
+
     def _blocked(self) -> str:
         """The reason that no microbatch is admitted; "" when the step is open."""
+        if self._is_stopped:
+            return self._divergence.stopped
         if empty := self.roster.empty_stages():
             return f"stage {', '.join(map(str, empty))} has no peers"
         if self.phase is Phase.GATHERING:
@@ -229,6 +238,8 @@ class Conductor:
             return
         if known is not None and (known.session != hello.session or known.stage != hello.stage):
             self._step.lose(now, peer)
+        if known is None:
+            self._divergence.member_came()
         entry = self.roster.enter(hello)
         due, early = frozenset[Mb](), frozenset[Mb]()
         if hello.position == self.current:
@@ -259,6 +270,19 @@ class Conductor:
         self.batches.trainers.report(report.peer, report.open, report.early, report.step + 1)
         if self.takes(report.step):
             self._step.report(now, report)
+            self._divergence.dropped(report.peer, self.batches.not_finite)
+            if self.phase is Phase.OPEN and self._divergence.has_come(self.batches.due):
+                self._go_back(now)
+
+    def _go_back(self, now: float) -> None:
+        """The run has diverged: go to the newest position before this one that all stages can reach, or stop."""
+        assert self.current is not None
+        told = self._divergence.judge(self.current)
+        self._versions.change_all()
+        if self._divergence.stopped:
+            self._step.out.append(Note(told, warning=True))
+        else:
+            self._gather_anew(now, told, warning=True)
 
     # --- phases -----------------------------------------------------------------------------------------------
 
@@ -274,7 +298,7 @@ class Conductor:
             self._gather_anew(now, "a stage has lost the current state: looking for an older common position")
         if course.phase in (Phase.OPEN, Phase.CLOSING):
             self._step.drop_dead(now)
-        if course.phase is Phase.OPEN and not self.roster.lagging_stages(course.current):
+        if course.phase is Phase.OPEN and not self.roster.lagging_stages(course.current) and not self._is_stopped:
             self._step.fill(now)
         if course.phase is Phase.CLOSING:
             self._step.close(now)
@@ -287,9 +311,9 @@ class Conductor:
             self._versions.change_all()
         return self._step.take()
 
-    def _gather_anew(self, now: float, why: str) -> None:
+    def _gather_anew(self, now: float, why: str, warning: bool = False) -> None:
         """Begin gathering again: nothing is certain but what the members report."""
-        self._step.out.append(Note(why))
+        self._step.out.append(Note(why, warning=warning))
         self._step.reopen()
         self.course.gather()
         self.search.begin(now)
@@ -315,6 +339,7 @@ class Conductor:
             self.batches.step_made(target.step - 1)
         self.course.arrive(self._config.total_steps)
         self.search.arrived(target)
+        self._divergence.arrived()
         self._closing.renew()
         if stepped:
             self.search.established.step_made(target.step)

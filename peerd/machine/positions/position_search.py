@@ -46,6 +46,7 @@ class PositionSearch:
         self._best: Position | None = None
         self._forsaken = False
         self._lacking: list[int] = []  # the stages without the current position, while it was looked for
+        self.barred: set[Position] = set()  # positions at which the run diverged
 
     # --- what is heard ----------------------------------------------------------------------------------------
 
@@ -81,7 +82,7 @@ class PositionSearch:
     def best(self) -> Position | None:
         """The newest position that every stage can reach, as far as it is backed; None: there is none."""
         announced = max(self.announced_step if self._believes_hearsay else 0, self.kept_step)
-        state = self.known, announced, self._forsaken, self._newest_kept
+        state = self.known, announced, self._forsaken, self._newest_kept, frozenset(self.barred)
         follows_from = self._roster.stands, self.proven.version, *state
         if follows_from != self._follows_from:  # it is asked for with each report while members are gathered
             self._follows_from = follows_from
@@ -93,7 +94,9 @@ class PositionSearch:
         return Knowledge(
             self._config.stages,
             self._config.first_save,
-            lambda position: position == known or self.proven.proves(position, members),
+            lambda position: (
+                position not in self.barred and (position == known or self.proven.proves(position, members))
+            ),
             lambda stage, position, by: (
                 (position == known and not self._cold) or self.proven.holds(stage, position, by, members)
             ),
@@ -219,6 +222,8 @@ class PositionSearch:
             return ""
         back = f"the swarm goes back from step {before} to step {target.step}"
         lacking = self._lacking if current is not None else self.without_any_state()
+        if current in self.barred:
+            return f"the run diverged at step {before}: {back}"
         if not lacking:
             return f"not all stages have the state of step {before}: {back}"
         names = f"stage {lacking[0]}" if len(lacking) == 1 else f"stages {', '.join(map(str, lacking))}"

@@ -26,7 +26,16 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, RemoteError, TooSlow
+from peerd.core.errors import (
+    LocalError,
+    NotFiniteHere,
+    Overloaded,
+    PeerdError,
+    ProtocolViolation,
+    Refused,
+    RemoteError,
+    TooSlow,
+)
 from peerd.core.frame import MAX_HEADER_BYTES, FrameHeader, TensorFrame, decode_header, encode_header, raw_bytes
 from peerd.core.ids import PeerId
 from peerd.core.limits import (
@@ -57,6 +66,7 @@ _MOST_BLOCK_BYTES = {
     CANCEL: 0,
 }
 _FRAMELESS = (END, ERROR, CANCEL)
+_NAMED = ((TooSlow, "too slow"), (NotFiniteHere, "not finite"))
 
 Buffer = bytes | bytearray | memoryview
 
@@ -86,7 +96,7 @@ class RpcMessage(NamedTuple):
 class Failure(Body, frozen=True):
     """Why a call failed, in a form that travels."""
 
-    what: str  # "refused", "overloaded" or "too slow"
+    what: str  # "refused", "overloaded", "too slow" or "not finite"
     text: str
     retry_after_ms: int = 0
 
@@ -125,7 +135,8 @@ def encode_failure(call_id: int, error: PeerdError) -> bytes:
     if isinstance(error, Overloaded):
         failure = Failure("overloaded", text, int(min(max(error.retry_after_s, 0.0), RPC_DEADLINE_S) * 1000))
     else:
-        failure = Failure("too slow" if isinstance(error, TooSlow) else "refused", text)
+        found = next((what for kind, what in _NAMED if isinstance(error, kind)), "refused")
+        failure = Failure(found, text)
     return encode_message(ERROR, call_id, encode(failure))
 
 
@@ -137,6 +148,8 @@ def decode_failure(body: bytes, peer: PeerId) -> RemoteError:
         return Overloaded(text, min(max(failure.retry_after_ms / 1000, 0.0), RPC_DEADLINE_S), peer)
     if failure.what == "too slow":
         return TooSlow(text, peer)
+    if failure.what == "not finite":
+        return NotFiniteHere(text, peer)
     if failure.what == "refused":
         return Refused(text, peer)
     raise ProtocolViolation("an error of unknown kind")

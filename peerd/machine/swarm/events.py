@@ -91,7 +91,7 @@ class TrainerReport:
     open: tuple[int, ...]
     done: tuple[Done, ...]
     early: tuple[int, ...] = ()  # of `open` and `done`, those begun for the step after `step`
-    unknown: tuple[int, ...] = ()  # to be done again, and it has them no more
+    unknown: tuple[int, ...] = ()  # to be done again, and it has them no more; or without a finite gradient
 
 
 @dataclass(frozen=True, slots=True)

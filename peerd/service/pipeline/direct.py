@@ -2,7 +2,9 @@
 
 The trainer sends tokens and targets to a peer of the first stage; the stages' peers hand tensors on to each other, and
 the answer names who holds the gradient of each stage. A way that broke is tried anew with other peers; a stage that was
-lost later is done again from what the peers around it keep, and from the tokens where they are gone as well. Evaluation
+lost later is done again from what the peers around it keep, and from the tokens where they are gone as well. Where a
+peer calls its result not finite, the microbatch goes another way, by other peers up to that stage (`not_finite`).
+Evaluation
 goes through the trainer (`StageClient`). Hostile input: an answer without good receipts of all its stages does not
 count, and nothing that an answer says changes more than the choice of peers.
 """
@@ -20,10 +22,10 @@ import trio
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
-from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError
+from peerd.core.errors import NotFiniteHere, Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.messages.handover import Pass, Passed, Ticket
+from peerd.core.messages.handover import NotFiniteAt, Pass, Passed, Ticket
 from peerd.core.messages.proof import signed_ticket
 from peerd.core.messages.swarm import MemberInfo
 from peerd.core.run.runfile import RunFile, fingerprint
@@ -32,10 +34,12 @@ from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.machine.pipeline.route_flow import RouteFlow
 from peerd.machine.pipeline.route_policy import RoutePolicy, Sent
 from peerd.machine.pipeline.routes import Route
+from peerd.machine.pipeline.second_opinion import SecondOpinion
 from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.machine.rate.backoff import backoff_s
 from peerd.service.pipeline.load import Load
 from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, fault_of_hops
+from peerd.service.pipeline.not_finite import NotFiniteJudge
 from peerd.service.pipeline.relaying import Relaying
 from peerd.service.pipeline.stage_client import StageClient, TrainerPapers
 from peerd.service.pipeline.stage_peers import StagePeers, Ways
@@ -85,6 +89,7 @@ class _Search:
     breaks: Counter[tuple[int, str]] = field(default_factory=Counter)  # of ways that led through a stage's peer
     failures: int = 0
     waited_s: float = 0.0  # for a holder that has no room
+    opinion: SecondOpinion = field(default_factory=SecondOpinion)
 
     @property
     def first(self) -> int:
@@ -120,6 +125,7 @@ class DirectPipeline:
         self._peers = StagePeers(run.pipeline.stages, clock, ways, route, _LATE)
         self._policy = policy or RouteFlow(clock.rng("routes"))
         self._stages = StageClient(run, rpc, self._peers, papers)
+        self._judge = NotFiniteJudge(run, self._peers)
         self._cuts = BoundedDict[tuple[str, str], float](_CUTS)  # (peer, peer of the next stage) -> until when
         self._serving: set[tuple[str, int]] = set()  # peers, and their stages
         self.relaying = Relaying(rpc, self._serving, MicrobatchShapes(run))
@@ -158,20 +164,41 @@ class DirectPipeline:
             except Overloaded as error:
                 await self._wait_for_room(search, way, error)
                 continue
+            except NotFiniteHere as error:
+                self._not_finite(search, way, (way.first, way.route[0]), step, started, error)
             except RemoteError as error:
                 self._entry_failed(search, way, started, error)
             else:
                 broken = answer.body.broken
                 if broken is None:
                     self._done(way, load, answer.body, started, sent)
+                    self._judge.computed(search.opinion, started)
                     return
                 reason = "".join(char if char.isprintable() else "?" for char in broken.reason)  # it goes to the log
-                self._broke(search, way, broken.stage, reason)
+                if isinstance(broken, NotFiniteAt) and search.low <= broken.stage <= search.high:
+                    self._not_finite(search, way, (broken.stage, broken.peer), step, started, NotFiniteHere(reason))
+                else:
+                    self._broke(search, way, broken.stage, reason)
             finally:
                 self._policy.ended(sent)
             self._retries += 1
             search.failures += 1
             await trio.sleep(backoff_s(search.failures, _PAUSE_S, _LONGEST_PAUSE_S))
+
+    def _not_finite(
+        self, search: _Search, way: _Way, where: tuple[int, str], step: int, started: float, error: NotFiniteHere
+    ) -> None:
+        """A peer (`where`: stage, peer) calls its result not finite: take another way; raises MicrobatchNotFinite."""
+        stage, name = where
+        if stage < search.low:  # it was only to give what it keeps
+            self._give_up_holder(search, way, str(error))
+            return
+        if name not in self._peers.wiring(stage):
+            name = way.peer_of(stage)
+        search.opinion.say(stage, name, way.peer_of(stage - 1) if stage > way.first else "")
+        self._judge.hear(search.opinion, stage, search.avoid[stage], step, error, started)
+        for before in range(search.low, stage):  # one of these may have spoilt the input
+            search.avoid[before].add(way.peer_of(before))
 
     async def _wait_for_room(self, search: _Search, way: _Way, error: Overloaded) -> None:
         """Let a way's first peer rest that has no room; others may have. A holder is waited for a while."""

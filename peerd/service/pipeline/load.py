@@ -19,6 +19,7 @@ class Load:
 
     tokens: TensorFrame
     targets: TensorFrame
+    origins: tuple[str, ...] = ()  # of its samples: where they begin in the data, for messages
     inputs: dict[int, TensorFrame] = field(default_factory=dict)  # of each stage, as sent
     gradients: dict[int, TensorFrame] = field(default_factory=dict)  # of each stage's output (targets in the last)
     loss_sum: float = 0.0  # over the samples

@@ -18,11 +18,19 @@ from dataclasses import dataclass
 import trio
 
 from peerd.core.clock import Clock
-from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow, Unreachable
+from peerd.core.errors import (
+    NotFiniteHere,
+    Overloaded,
+    ProtocolViolation,
+    Refused,
+    RemoteError,
+    TooSlow,
+    Unreachable,
+)
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.limits import BROKEN_CHARS
-from peerd.core.messages.handover import Broken, CarryOn, Hop, Pass, Passed, Ticket, Way
+from peerd.core.messages.handover import Broken, CarryOn, Hop, NotFiniteAt, Pass, Passed, Ticket, Way
 from peerd.core.messages.proof import has_received
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import RunFile
@@ -122,6 +130,8 @@ class NextStage:
                 self.peers.wiring(self.stage).rest(name, trio.current_time() + pause_s)
                 if not task.is_to_be_done:
                     await trio.sleep(pause_s)
+            except NotFiniteHere as error:  # its trainer decides who computes it again
+                return self._onward(_not_finite(self.stage, name, error), started, name, "", "")
             except RemoteError as error:
                 self._failed(name, started, error)
                 tried.add(name)
@@ -135,6 +145,8 @@ class NextStage:
             try:
                 answer = await self._over_the_trainer(task)
                 return self._onward(answer, started, task.body.trainer, self._note_way(named, "trainer"), "")
+            except NotFiniteHere as error:
+                return self._onward(_not_finite(self.stage, named, error), started, "", "", "")
             except RemoteError as error:
                 reason = f"{reason or 'it is not called'}; over the trainer: {error}"
         reason = reason or ("nobody serves it" if task.left_s > _LEAST_S else "no time is left to ask it")
@@ -296,3 +308,8 @@ class _Task:
 
 def _broken(stage: int, named: str, reason: str) -> Answer[Passed]:
     return Answer(Passed(broken=Broken(stage, named, reason[:BROKEN_CHARS])))
+
+
+def _not_finite(stage: int, name: str, error: NotFiniteHere) -> Answer[Passed]:
+    """The answer where a peer of the next stage, `name`, says that its own result is not finite."""
+    return Answer(Passed(broken=NotFiniteAt(stage, name, str(error.args[0])[:BROKEN_CHARS])))

@@ -2,8 +2,10 @@
 
 Works on frames as they travel: an answer is checked for its header and handed on, never decoded here. Calls are
 repeated until they succeed or the caller cancels: a repeat counts once, since the stage knows the microbatch's number.
-With a backward goes the conductor's newest grant, and a receipt comes back. The order of stages, and the inputs kept
-for a repeat, are `schedule`'s. Hostile input: an answer with a wrong shape or receipt is a protocol violation.
+With a backward goes the conductor's newest grant, and a receipt comes back. A peer that calls its result not finite is
+followed by another one of its stage: if they agree, or there is no other, the call ends with MicrobatchNotFinite. The
+order of stages, and the inputs kept for a repeat, are `schedule`'s. Hostile input: an answer with a wrong shape or
+receipt is a protocol violation.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ from functools import partial
 import msgspec
 import trio
 
-from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError
+from peerd.core.errors import NotFiniteHere, Overloaded, ProtocolViolation, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.messages.proof import Sign, has_received
 from peerd.core.messages.swarm import Grant, Mb, StageAnswer, StageBackward, StageForward, StageLoss
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.machine.batch.trainer_ledger import Holding
+from peerd.machine.pipeline.second_opinion import SecondOpinion
 from peerd.machine.pipeline.wiring import BACKWARD_COST
+from peerd.service.pipeline.not_finite import NotFiniteJudge
 from peerd.service.pipeline.stage_peers import StagePeers
 from peerd.service.rpc.rpc import Answer, Rpc
 
@@ -58,6 +62,11 @@ class _Call:
         return self.frames[0].shape[0] * (BACKWARD_COST if self.verb == "backward" else 1.0)
 
     @property
+    def step(self) -> int | None:
+        """The step that it is for; None: an evaluation."""
+        return None if isinstance(self.body, StageLoss) else self.body.step
+
+    @property
     def at_first_s(self) -> float:
         """The seconds that a peer has for its answer as long as nobody knows how long it takes."""
         return BACKWARD_TIMEOUT_S if self.verb == "backward" else FORWARD_TIMEOUT_S
@@ -75,6 +84,7 @@ class StageClient:
         self._rpc, self._peers, self._papers = rpc, peers, papers
         self._fingerprint = fingerprint(run)
         self._dtype, self._width = run.model.dtype, run.model.d_model
+        self._judge = NotFiniteJudge(run, peers)
         self.retries = 0
         self.sent_bytes = 0
         self.received_bytes = 0
@@ -103,17 +113,22 @@ class StageClient:
         return answer.body.loss_sum
 
     async def _call(self, call: _Call) -> tuple[str, Answer[StageAnswer]]:
-        """Call one peer of the stage after the other until one gives a valid answer."""
-        wiring, failed = self._peers.wiring(call.stage), set[str]()
+        """Call one peer of the stage after the other until one gives a valid answer; raises MicrobatchNotFinite."""
+        wiring, failed, opinion = self._peers.wiring(call.stage), set[str](), SecondOpinion()
         while True:
             name = await self._peers.pick(call.stage, call.cost, failed)
             started = trio.current_time()
             ask = partial(self._ask, call)
             try:
-                return await self._peers.first_answer(call.stage, name, call.cost, ask, failed)
+                by, answer = await self._peers.first_answer(call.stage, name, call.cost, ask, failed)
+                self._judge.computed(opinion, started)
+                return by, answer
             except Overloaded as error:  # not yet, it says: it has not failed
                 wiring.rest(name, trio.current_time() + min(max(_SOON_S, error.retry_after_s), _NOT_SO_SOON_S))
                 log.debug("stage %d %s, another peer is asked: %s", call.stage, call.verb, error)
+            except NotFiniteHere as error:
+                opinion.say(call.stage, name)
+                self._judge.hear(opinion, call.stage, failed, call.step, error, started)
             except RemoteError as error:
                 times = self._peers.failed(call.stage, name, started, error)
                 level = self._peers.level(name, times)

@@ -289,6 +289,10 @@ class StagePeers:
         """The stage's peers that `pick` may name now, in the order of their turns."""
         return self._wirings[stage].turns(trio.current_time(), avoid, self.away() if called else set())
 
+    def others(self, stage: int, never: Set[str]) -> list[str]:
+        """The stage's peers beside `never` that can be asked now."""
+        return self._wirings[stage].turns(trio.current_time(), (), never | self.away())
+
     def chosen(self, stage: int, name: str, cost: float) -> None:
         """A policy has chosen this one of the stage's options."""
         self._wirings[stage].charge(name, cost)

@@ -22,7 +22,7 @@ import msgspec
 import trio
 
 from peerd.core.clock import Clock
-from peerd.core.errors import LocalError, Overloaded, PeerdError, Refused, RemoteError
+from peerd.core.errors import LocalError, NotFiniteHere, Overloaded, PeerdError, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_IDLE_S, RPC_MESSAGE_FRAME_BYTES
@@ -268,7 +268,7 @@ class Rpc:
                 return reply
             lane.doubt()
             raise request.too_slow(peer)
-        except (Refused, Overloaded):
+        except (Refused, Overloaded, NotFiniteHere):
             keep = True
             raise
         finally:

@@ -21,12 +21,14 @@ from peerd.compute.codec.frames import from_frame
 from peerd.compute.codec.layout import NotFinite
 from peerd.compute.experts.flight import Flight, Scores
 from peerd.compute.model.served_stage import Stale
+from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import RemoteError
 from peerd.core.experts.contract import ExpertAsk, ExpertNetwork, ExpertReply
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import Mb, MemberInfo
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.machine.batch.trainer_ledger import Holding
+from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.machine.rate.backoff import backoff_s
 from peerd.role import RoleContext
 from peerd.service.pipeline.load import Load
@@ -40,6 +42,7 @@ IN_FLIGHT: Final = 64  # microbatches at once, unless the run file says otherwis
 _GRADIENT_BYTES: Final = 1 << 30  # of all that are on their way back
 _AGAIN_S: Final = 0.25  # after the first failure in a row
 _AGAIN_MOST_S: Final = 10.0
+_NOT_FINITE_BORNE: Final = 2  # times in a row that a microbatch has no finite values here, and it is dropped
 _CLOSING_S: Final = 0.05  # between two looks whether the sum is still being averaged
 
 
@@ -131,7 +134,7 @@ class ExpertFlights:
 
     async def _again_until_done(self, fly: Callable[[], Awaitable[T]], step: int | None) -> T:
         """What `fly` gives, begun again for as long as it fails; by then the conductor may have called it off."""
-        failures = 0
+        failures = not_finite = 0
         while True:
             await self._step_is_open(step)
             try:
@@ -140,6 +143,10 @@ class ExpertFlights:
                 self.counts.stale_flights += 1
             except (RemoteError, ValueError, NotFinite) as error:
                 failures += 1
+                own = isinstance(error, ResultNotFinite | NotFinite)  # not an expert's: their answers are checked
+                not_finite = not_finite + 1 if own else 0
+                if step is not None and not_finite >= _NOT_FINITE_BORNE:
+                    raise MicrobatchNotFinite(0, [self._ctx.host.id.text], str(error)) from None
                 self.counts.failed(error)
                 await trio.sleep(backoff_s(failures, _AGAIN_S, _AGAIN_MOST_S))
             else:

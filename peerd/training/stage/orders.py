@@ -113,6 +113,8 @@ class PostOrders:
         if target != self.prepared or total is None:
             raise Refused(f"no prepared average for step {target.step} here")
         leap = await self._state.step(target, total)
+        if await self._state.has_diverged(target):
+            return
         self.stepped(before, leap, len(self.counted))
         self._state.arrive(target)
         await self._state.save_if_due()

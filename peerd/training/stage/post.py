@@ -295,6 +295,8 @@ class Post:
     # --- being seen -------------------------------------------------------------------------------------------
 
     def _why_waiting(self) -> str | None:
+        if self.state.problem:
+            return self.state.problem
         waits = self._following.waits_for or self.catching_up.waits_for or self._recalling.waits_for
         if waits or not self._waits_for:
             return waits or self._rounds.waits_for

@@ -4,6 +4,9 @@ Invariants: parameters change only by a step, a checkpoint of the post's own, or
 change at a time (`moving`), from the position that they were thought to be at. `arrived` is called at each new position
 before tasks that wait for it are woken. Where a change fails in the middle, as for want of memory, nobody knows what
 the parameters are: `run` ends with that, and the role with it, to begin again from its checkpoint or a stage-mate.
+Parameters that are not finite after a step are never kept nor offered: the post goes back to its newest checkpoint by
+itself. As its mates have the same bits and do the same, its stage then lacks the swarm's position, and the conductor
+sends all stages back to the newest one that they have in common.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model.footprint import refuse_if_too_large
 from peerd.compute.model.served_stage import Model, ServedStage
 from peerd.compute.model.user_model import UserModel
-from peerd.core.errors import NoMemory, Refused
+from peerd.core.errors import ConfigError, NoMemory, PeerdError, Refused
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import RunFile
+from peerd.machine.batch.divergence import AGAIN_STEPS
 from peerd.machine.swarm.roster import START
 from peerd.role import RoleContext
 from peerd.signals import Signal
@@ -50,7 +54,9 @@ class PostState:
         self.stage = stage
         self.position = START
         self.moving = trio.Lock()
-        self._lost: ParametersLost | None = None
+        self._lost: PeerdError | None = None
+        self._diverged_at: int | None = None  # the step after which the parameters were not finite
+        self.problem: str | None = None  # that they were, until the next step
         self._loses = Signal()
         self.stepped = Signal()  # at each new position
         self.restored: Callable[[Position, Position], None] = lambda before, target: None
@@ -95,7 +101,7 @@ class PostState:
             await self.stepped.wait()
 
     async def run(self) -> None:
-        """Wait until the parameters are lost: ParametersLost."""
+        """Wait until the parameters are lost: ParametersLost; or have diverged once more: ConfigError."""
         while self._lost is None:
             await self._loses.wait()
         raise self._lost
@@ -177,6 +183,25 @@ class PostState:
     def arrive(self, target: Position) -> None:
         """Note that a step of our own has led to `target`."""
         self._arrive(target, anew=False)
+        self.problem = None
+
+    async def has_diverged(self, target: Position) -> bool:
+        """True when the step to `target` made parameters that are not finite: then the post has gone back, or stops."""
+        if await self.work(self.model.is_finite, "look whether the parameters are finite", urgent=True):
+            return False
+        told = f"the run has diverged: parameters of stage {self.stage} are not finite after step {target.step}"
+        before, self._diverged_at = self._diverged_at, target.step
+        back = self._saving.positions[-1] if self._saving.positions else START
+        has_none = self._own is not None and not self._saving.positions
+        if has_none or (before is not None and target.step <= before + AGAIN_STEPS):
+            why = "and there is no checkpoint to go back to" if has_none else "again"
+            self._lost = ConfigError(f"{told}, {why}; lower optimizer.lr, or set optimizer.clip_norm")
+            self._loses.notify()
+            raise self._lost
+        self.problem = f"{told}: this peer goes back to step {back.step}, once"
+        self._ctx.log.event("run.diverged", level="warning", stage=self.stage, step=target.step, reason=self.problem)
+        await self.load_saved(back)
+        return True
 
     async def take_over(self, before: Position, position: Position, state: dict[str, Tensor]) -> None:
         """Go from `before` to `position` with a state from others; ValueError when it does not fit."""

@@ -9,7 +9,8 @@ microbatch that a conductor has admitted, or for the one trainer that evaluates;
 with at a time, and none that would not fit into the memory that is left. A hostile trainer may send wrong frames,
 shapes and values, steps that are not, microbatches that were not admitted, and any number of calls: what its body and
 its frames' headers show is refused before its frames are received, calls have their turns by `FairTurns`, and the
-trainer is named where it broke the protocol.
+trainer is named where it broke the protocol. A result of our own that is not finite is never sent: the caller gets
+NotFiniteHere, and decides whether another peer of this stage computes the microbatch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from msgspec import structs
 from peerd.compute.model.footprint import lacking_for_call
 from peerd.compute.model.kept_graph import Graph
 from peerd.compute.model.served_stage import ServedStage, StageOutcome, Stale
-from peerd.core.errors import NoMemory, Overloaded, PeerdError, ProtocolViolation, Refused
+from peerd.compute.model.stage_module import ResultNotFinite
+from peerd.core.errors import NoMemory, NotFiniteHere, Overloaded, PeerdError, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import HELD_PADDING_BYTES
@@ -87,6 +89,7 @@ class Serving:
         self._worker, self._arrival_rate, self._log = ctx.worker(ctx.device), ctx.rpc.arrival_rate, ctx.log
         self._links = ctx.host.links
         self._told_again_at = float("-inf")  # that there is no memory
+        self._not_finite_at = -1  # the step at which the log said that a result is not finite
         self.boundary = Boundary(ctx, run)
         self.closing = False
         self.samples = 0
@@ -231,6 +234,9 @@ class Serving:
         except NoMemory as error:
             self._tell_of_memory(str(error))
             raise Overloaded(f"no memory is left for a microbatch's {name}", _NO_MEMORY_S) from None
+        except ResultNotFinite as error:
+            self._tell_of_values(str(error))
+            raise NotFiniteHere(f"stage {self._place.stage}: {error}") from None
         self._busy_s += outcome.seconds
         self.load.worked(0.0, outcome.seconds)
         return outcome
@@ -241,6 +247,13 @@ class Serving:
         if now >= self._told_again_at:
             self._told_again_at = now + _TELL_EVERY_S
             self._log.event("stage.no_memory", level="warning", stage=self._place.stage, reason=reason)
+
+    def _tell_of_values(self, reason: str) -> None:
+        """One line for the user at the first microbatch of each step; a caller may repeat the others."""
+        step = self._place.step
+        level = "warning" if step != self._not_finite_at else "debug"
+        self._not_finite_at = step
+        self._log.event("stage.not_finite", level=level, stage=self._place.stage, step=step, reason=reason)
 
     async def compute(self, peer: PeerId, job: Callable[[], StageOutcome], name: str) -> StageOutcome:
         """Run a job with tensors of `peer`; ProtocolViolation of that peer when they are wrong."""

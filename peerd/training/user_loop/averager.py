@@ -21,6 +21,7 @@ from peerd.compute.model.user_model import UserModel
 from peerd.core.messages.progress import TrainerProgress
 from peerd.core.messages.swarm import Mb, MemberInfo, TrainerAnswer
 from peerd.machine.batch.trainer_ledger import Holding
+from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
 from peerd.training.contributor import Contributor
@@ -174,6 +175,9 @@ class AveragerRole:
         self._rate.worked(self._ctx.clock.now())
         self._desk.counts.not_finite += not added  # where it was found only now: see `AveragingOptimizer.step`
         return added
+
+    def dropped(self, step: int, load: UserTurn, error: MicrobatchNotFinite) -> None:
+        """Never called: a gradient of the user's that is not finite is an error in their own loop."""
 
     def note_members(self, members: list[MemberInfo]) -> None:
         """Count the members at the swarm's position, and note whether we are one of them."""

@@ -55,6 +55,18 @@ def test_samples_are_context_plus_one_tokens_and_overlap_by_one(tmp_path: Path) 
     assert starts == [1 + CONTEXT * number for number in range(25)]
 
 
+def test_the_place_of_each_sample_in_the_data_is_known(tmp_path: Path) -> None:
+    write_texts(tmp_path, 5, letters=100)
+    source = stream(section(tmp_path, shuffle_buffer=40))
+    rows = source.take(30)
+    assert len(source.origins) == 30
+    for row, origin in zip(rows, source.origins, strict=True):
+        name, piece, token = origin.split(", ")
+        text = Path(name).read_bytes()
+        assert piece == "text at 0"
+        assert int(row[0]) == [*text, load_vocabulary("bytes").separator][int(token.removeprefix("token "))]
+
+
 def test_each_epoch_has_every_token_once_and_the_stream_never_ends(tmp_path: Path) -> None:
     write_texts(tmp_path, 5, letters=63)  # with its separator a file is 8 samples long
     source = stream(section(tmp_path, shuffle_buffer=40))

@@ -15,7 +15,7 @@ from peerd.core.ids import is_peer_text
 from peerd.core.keys import Keypair
 from peerd.core.limits import ATTEMPTS, BROKEN_CHARS, STAGES
 from peerd.core.messages.encoding import Message, decode, encode
-from peerd.core.messages.handover import Broken, CarryOn, Hop, Pass, Passed, Ticket
+from peerd.core.messages.handover import Broken, CarryOn, Hop, NotFiniteAt, Pass, Passed, Ticket
 from peerd.core.messages.proof import grant, is_ticket_of, receipt, signed_ticket
 from peerd.core.messages.swarm import GrantStatement, Mb, Receipt, Seqs
 from peerd.core.varint import encode_varint
@@ -57,6 +57,11 @@ def test_messages_survive_their_encoding_and_look_as_they_always_did() -> None:
     raws = [encode(message) for message in messages()]
     assert [decode(type(message), raw) for message, raw in zip(messages(), raws, strict=True)] == messages()
     assert b"".join(encode_varint(len(raw)) + raw for raw in raws) == GOLDEN.read_bytes()
+
+
+def test_a_way_that_ends_since_values_are_not_finite_is_told_from_one_that_is_broken() -> None:
+    for broken in (NotFiniteAt(2, ROUTE[2], "the output"), Broken(2, ROUTE[2], "the output")):
+        assert decode(Passed, encode(Passed(broken=broken))).broken == broken
 
 
 def test_every_message_of_hand_over_is_among_the_golden_ones() -> None:

@@ -256,3 +256,27 @@ def test_where_one_is_told_at_a_time_each_is_told_at_once() -> None:
     books = begun(due=3, early=0)
     books.finish(next(iter(books.items.values())), ["us"])
     assert books.pressing(1)
+
+
+def test_what_is_not_finite_is_dropped_with_its_samples_and_told_until_that_is_taken(books: Contribution[str]) -> None:
+    item, other = started(books)
+    books.dismiss(item)
+    assert books.not_finite == [item.seq]
+    assert books.waiting == ["c"], "its samples do not come again"
+    assert item.seq not in books.open()
+    books.answered(answer(0, [other.seq], taken=False), [], [item.seq])
+    assert books.not_finite == [item.seq]
+    books.answered(answer(0, [other.seq]), [], [item.seq])
+    assert books.not_finite == []
+    assert books.tally.not_finite == 1
+
+
+def test_what_is_not_finite_on_a_stage_that_is_done_again_is_given_back(books: Contribution[str]) -> None:
+    """The conductor still has it in the batch: it hears that nobody has it any more."""
+    item = started(books)[0]
+    books.finish(item, ["p"])
+    (order,) = books.answered(answer(0, list(books.items), redo=[Redo(item.seq, 0)]), books.news())
+    assert isinstance(order, Repeat)
+    books.dismiss(item)
+    books.answered(answer(0, list(books.items), redo=[Redo(item.seq, 0)]), [], [item.seq])
+    assert books.unknown == [item.seq]
