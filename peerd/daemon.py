@@ -341,6 +341,7 @@ class Daemon:
     async def _snapshot(self, board: StatusBoard) -> dict[str, Any]:
         own: dict[str, Any] = {"data_dir": str(self._home), "stopping": self._stop_reason or None}
         own["alone"] = self.company.alone()
+        own["no_part_yet"] = self.company.waits_for() if self._waits_for_company else None
         own["limits"] = limits_told(self._plan.own_limits)
         own["access"] = plain(self.access.status()) if self.access is not None else None
 

@@ -17,6 +17,7 @@ from multiaddr import Multiaddr
 
 from peerd.core.clock import AdjustableClock, Clock
 from peerd.core.ids import PeerId
+from peerd.core.messages.token import age
 from peerd.core.record import Record, Verifier
 from peerd.machine.clock_skew import ClockSkew
 from peerd.machine.dht import messages as q
@@ -27,6 +28,7 @@ from peerd.service.rpc.rpc import Rpc
 
 _VERIFIED_PER_TURN = 4  # signatures, about 0.1 ms each
 _ENOUGH_NETWORKS = 8  # whose clocks are known: no peer is asked for the sake of its clock any more
+_HEARD_ROUND_TRIP_S = 60.0  # of a sample that shows the user that the clock is off; half of it is the error
 _CLOCK_STEP_S = 0.1  # a smaller correction is not worth a clock that jumps
 
 
@@ -36,6 +38,8 @@ class PeerClock:
     def __init__(self, clock: Clock, may_vote: Callable[[PeerId], bool]) -> None:
         """`may_vote`: True for peers whose clocks count."""
         self.skew = ClockSkew()
+        # Of all peers, also of those without a vote, and over slow lines: evidence for the user, never a correction.
+        self._heard = ClockSkew(_HEARD_ROUND_TRIP_S)
         self._clock, self._may_vote = clock, may_vote
         self._adjustable = clock if isinstance(clock, AdjustableClock) else None
 
@@ -45,11 +49,39 @@ class PeerClock:
 
     def wants(self, peer: PeerId, at: Multiaddr) -> bool:
         """True when the clock of a peer, connected at that address, should be asked for."""
+        if self.uncorrected_s():  # until it has been set, or more clocks say what is right
+            return True
         return self.skew.networks < _ENOUGH_NETWORKS and self._may_vote(peer) and not self.skew.knows(peer, at)
+
+    @property
+    def compared(self) -> int:
+        """Number of peers whose clocks are known, with or without a vote."""
+        return max(self.skew.votes, self._heard.votes)
+
+    def uncorrected_s(self) -> float:
+        """Seconds by which peers' clocks are ahead of ours beyond any correction; 0 if records are understood.
+
+        Peers with a vote decide; where none is known, all others do.
+        """
+        return self.skew.uncorrected_s() if self.skew.votes else self._heard.uncorrected_s()
+
+    def waits_for(self) -> str | None:
+        """What is wrong with this machine's clock, and what to do; None if peers can read each other's records."""
+        off = self.uncorrected_s()
+        if not off:
+            return None
+        count = self.skew.votes or self._heard.votes
+        theirs = "that of the only peer that was compared" if count == 1 else f"those of {count} peers"
+        way = "behind" if off > 0 else "ahead of"
+        told = f"this machine's clock is {age(abs(off))} {way} {theirs}: set it, as NTP does"
+        return told if count > 1 else f"{told}; or give a second bootstrap address, which shows whose clock is wrong"
 
     def compare(self, peer: PeerId, at: Multiaddr, sent: float, theirs: float) -> None:
         """The peer's clock, at that address, showed `theirs` between `sent` and now."""
-        if not (math.isfinite(theirs) and self._may_vote(peer)):
+        if not math.isfinite(theirs):
+            return
+        self._heard.sample(peer, at, sent, self.raw_wall(), theirs)
+        if not self._may_vote(peer):
             return
         self.skew.sample(peer, at, sent, self.raw_wall(), theirs)
         correction_s = self.skew.correction_s()
