@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, NoReturn
 import typer
 from msgspec import structs
 
+from peerd import cli_options as options
 from peerd.commands import evaluate, export, generate, token
 from peerd.commands.plan import plan
 from peerd.control.guest import GuestFlags, obey, settled
@@ -56,25 +57,6 @@ app.command()(generate.generate)
 app.command()(evaluate.evaluate)
 app.command()(plan.plan)
 
-RunFileOption = Annotated[Path | None, typer.Option("--model", "--config", metavar="FILE", help="The run file (YAML).")]
-Bootstrap = Annotated[
-    list[str] | None, typer.Option(metavar="ADDR", help="A peer to start from, in place of the run file's. Repeatable.")
-]
-Listen = Annotated[
-    list[str] | None, typer.Option(metavar="ADDR", help="Where to listen, in place of the run file's. Repeatable.")
-]
-DataDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Identity, checkpoints and events of this peer.")]
-Device = Annotated[str, typer.Option(metavar="NAME", help="Where to compute: cpu, cuda or cuda:N.")]
-Seed = Annotated[int | None, typer.Option(help="Makes this peer's random choices repeatable.")]
-LogLevel = Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warn or error.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
-UploadMbit = Annotated[float | None, typer.Option(metavar="MBIT", help="Send no faster: Mb/s.")]
-DownloadMbit = Annotated[float | None, typer.Option(metavar="MBIT", help="Receive no faster: Mb/s.")]
-Threads = Annotated[int | None, typer.Option(metavar="N", help="Keep no more processors busy than so many.")]
-Nice = Annotated[int | None, typer.Option(metavar="0-19", help="Priority: 19 after all other programs. [default: 10]")]
-MemoryGb = Annotated[float | None, typer.Option(metavar="GB", help="Take no stage that needs more memory.")]
-HoursOfDay = Annotated[str | None, typer.Option("--hours", metavar="HH:MM-HH:MM", help="When it takes part.")]
-
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -93,15 +75,16 @@ def _root(
 
 @app.command()
 def backbone(
-    model: RunFileOption = None,
-    bootstrap: Bootstrap = None,
-    listen: Listen = None,
-    data_dir: DataDir = None,
-    seed: Seed = None,
-    log_level: LogLevel = "info",
+    model: options.RunFileOption = None,
+    bootstrap: options.Bootstrap = None,
+    listen: options.Listen = None,
+    announce: options.Announce = None,
+    data_dir: options.DataDir = None,
+    seed: options.Seed = None,
+    log_level: options.LogLevel = "info",
 ) -> None:
     """Run an entry point of the swarm: others join through it."""
-    _start(Flags(["backbone"], model, bootstrap, listen, data_dir, "cpu", seed, log_level))
+    _start(Flags(["backbone"], model, bootstrap, listen, data_dir, "cpu", seed, log_level, announce=announce))
 
 
 @app.command()
@@ -113,20 +96,21 @@ def join(
             "--role", metavar="ROLE", help="stage, trainer ... or module:Class. Repeatable. [default: by the run]"
         ),
     ] = None,
-    model: RunFileOption = None,
-    bootstrap: Bootstrap = None,
-    listen: Listen = None,
-    data_dir: DataDir = None,
-    device: Device = "cpu",
+    model: options.RunFileOption = None,
+    bootstrap: options.Bootstrap = None,
+    listen: options.Listen = None,
+    announce: options.Announce = None,
+    data_dir: options.DataDir = None,
+    device: options.Device = "cpu",
     alone: Annotated[bool, typer.Option("--alone", help="Begin even if no bootstrap peer can be reached.")] = False,
-    upload_mbit: UploadMbit = None,
-    download_mbit: DownloadMbit = None,
-    threads: Threads = None,
-    nice: Nice = None,
-    memory_gb: MemoryGb = None,
-    hours: HoursOfDay = None,
-    seed: Seed = None,
-    log_level: LogLevel = "info",
+    upload_mbit: options.UploadMbit = None,
+    download_mbit: options.DownloadMbit = None,
+    threads: options.Threads = None,
+    nice: options.Nice = None,
+    memory_gb: options.MemoryGb = None,
+    hours: options.HoursOfDay = None,
+    seed: options.Seed = None,
+    log_level: options.LogLevel = "info",
     yes: Annotated[bool, typer.Option("--yes", help="With LINK: agree to its run file.")] = False,
     data: Annotated[
         str | None, typer.Option(metavar="PATH", help="With LINK: your text, where the run has none.")
@@ -147,7 +131,9 @@ def join(
         memory_gb=memory_gb,
         hours=hours,
     )
-    flags = Flags(role or [], model, bootstrap, listen, data_dir, device, seed, log_level, alone, guest)
+    flags = Flags(
+        role or [], model, bootstrap, listen, data_dir, device, seed, log_level, alone, guest, announce=announce
+    )
     given = (yes or None, data, token, allow_code)
     if link is not None:
         flags = _by_link(link, flags, given)
@@ -189,9 +175,9 @@ def status(
         bool, typer.Option("--swarm", help="The swarm only, its network, and who gave how much to it.")
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until Ctrl+C.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
     as_metrics: Annotated[bool, typer.Option("--metrics", help="Figures as Prometheus reads them.")] = False,
-    data_dir: DataDir = None,
+    data_dir: options.DataDir = None,
 ) -> None:
     """Show a running daemon and the swarm as it sees it."""
     from peerd.commands.status import metrics, status_view, watch_view
@@ -222,8 +208,8 @@ def demo(
     steps: Annotated[int | None, typer.Option(min=1, help="Global steps to train.")] = None,
     data: Annotated[str | None, typer.Option(metavar="PATH", help="Your own text: a file, a folder or a glob.")] = None,
     calm: Annotated[bool, typer.Option("--calm", help="Kill no peer.")] = False,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
+    as_json: options.AsJson = False,
+    data_dir: options.DataDir = None,
 ) -> None:
     """Train a language model with a whole swarm on this machine, and watch it survive the loss of a peer."""
     from peerd.demo import parent
@@ -239,10 +225,10 @@ def demo(
 
 @app.command()
 def identity(
-    model: RunFileOption = None,
+    model: options.RunFileOption = None,
     run: Annotated[str | None, typer.Option(metavar="NAME", help="The run, by name in place of its file.")] = None,
-    data_dir: DataDir = None,
-    as_json: AsJson = False,
+    data_dir: options.DataDir = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show this machine's peer ids; with --model, --run or --data-dir the one that `join` would use, made if needed."""
     from peerd import home
@@ -272,21 +258,22 @@ def identity(
 
 @app.command()
 def doctor(
-    model: RunFileOption = None,
+    model: options.RunFileOption = None,
     role: Annotated[
         list[str] | None,
         typer.Option("--role", metavar="ROLE", help="The role to check for; without it, for all. Repeatable."),
     ] = None,
-    bootstrap: Bootstrap = None,
-    listen: Listen = None,
-    data_dir: DataDir = None,
-    device: Device = "cpu",
-    as_json: AsJson = False,
+    bootstrap: options.Bootstrap = None,
+    listen: options.Listen = None,
+    announce: options.Announce = None,
+    data_dir: options.DataDir = None,
+    device: options.Device = "cpu",
+    as_json: options.AsJson = False,
 ) -> None:
     """Check what `peerd join` needs on this machine, and say what to do about what is wrong."""
     from peerd.commands.doctor import checkup as checks
 
-    loaded = _load(model, bootstrap, listen)
+    loaded = _load(model, bootstrap, listen, announce)
     run = loaded.run if loaded is not None else None
     wish = checks.DoctorWish(
         roles=tuple(role or ()),
@@ -294,6 +281,7 @@ def doctor(
         uncompared=tuple(loaded.unknown) if loaded is not None else (),
         bootstrap=_chosen(bootstrap, run.bootstrap if run is not None else []),
         listen=_chosen(listen, run.listen if run is not None else ANY_PORT),
+        announced=_chosen(announce, run.announce if run is not None else []),
         data_dir=data_dir or home_of(run, role or []),
         device=_device(device),
     )
@@ -315,6 +303,7 @@ class Flags:
     alone: bool = False
     guest: GuestFlags = field(default_factory=GuestFlags)
     data: str | None = None  # in place of the run file's data.path
+    announce: list[str] | None = None
 
 
 def _start(flags: Flags) -> None:
@@ -322,7 +311,7 @@ def _start(flags: Flags) -> None:
 
     check_level(flags.log_level)
     _device(flags.device)
-    loaded = _load(flags.file, flags.bootstrap, flags.listen)
+    loaded = _load(flags.file, flags.bootstrap, flags.listen, flags.announce)
     run = loaded.run if loaded is not None else None
     limits = flags.guest.over(run.limits if run is not None else LimitsSection())
     for stop in (signal.SIGINT, signal.SIGTERM):  # until the daemon's loop takes them over
@@ -355,6 +344,7 @@ def _start(flags: Flags) -> None:
         run=run,
         bootstrap=_chosen(flags.bootstrap, run.bootstrap if run is not None else []),
         listen=_chosen(flags.listen, _own_listen(loaded, flags.roles)),
+        announced=_chosen(flags.announce, run.announce if run is not None else []),
         data_dir=flags.data_dir or home_of(run, [cls.name for cls in classes]),
         run_file=str(flags.file or "run.yaml"),
         device=flags.device,
@@ -369,11 +359,14 @@ def _start(flags: Flags) -> None:
         raise daemon.leaf(group) from group
 
 
-def _load(file: Path | None, bootstrap: list[str] | None, listen: list[str] | None) -> LoadedRun | None:
+def _load(
+    file: Path | None, bootstrap: list[str] | None, listen: list[str] | None, announce: list[str] | None
+) -> LoadedRun | None:
     from peerd import config
 
     config.check_addresses("--bootstrap", bootstrap or [])
     config.check_addresses("--listen", listen or [])
+    config.check_addresses("--announce", announce or [])
     return config.load_run(file) if file is not None else None
 
 

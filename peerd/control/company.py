@@ -1,10 +1,10 @@
 """Company of a peer: whether it has reached anybody, and has a view of its run, so that nobody trains alone unawares.
 
 A peer that was given bootstrap addresses waits with its part in the run until it has company, or was told to begin
-without (`alone`); then until it has a view of the run (`service/swarm/run_view`). Company is a peer at one of these addresses that answers us, or one of the same run that we are
-linked with, however it was found (it came to us, or lies in our local network): such peers know each other by the
-settings that each publishes in the directory, also while it waits. What was tried, and how that ended, is told
-rarely; a peer that has lost its last link is told so, and goes on.
+without (`alone`); then until it has a view of the run (`service/swarm/run_view`). Company is a peer at one of these
+addresses that answers us, or one of the same run that we are linked with, however it was found (it came to us, or lies
+in our local network): such peers know each other by the settings that each publishes in the directory, also while it
+waits. What was tried, and how that ended, is told rarely; a peer that has lost its last link is told so, and goes on.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Company:
             await self._services.view.settled(max(0.0, began + self._wish.patience_s - trio.current_time()))
 
     def waits_for(self) -> str | None:
-        """The addresses that this peer has tried so far, or what its view of the run lacks; None: it waits no longer."""
+        """The addresses that this peer has tried so far, or what its view of the run lacks; None: it waits no more."""
         if not self._found.is_set():
             return f"{self._tried()}; trying again; {self._wish.advice}"
         return self._services.view.waits_for() if self._services is not None else None

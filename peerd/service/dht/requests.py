@@ -15,14 +15,18 @@ from dataclasses import replace
 import trio
 from multiaddr import Multiaddr
 
+from peerd.core.addr import reach
 from peerd.core.clock import AdjustableClock, Clock
 from peerd.core.ids import PeerId
+from peerd.core.limits import ADDRS_PER_PEER
 from peerd.core.messages.token import age
 from peerd.core.record import Record, Verifier
 from peerd.machine.clock_skew import ClockSkew
+from peerd.machine.connectivity.path_selection import Way
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.routing_table import Contact
 from peerd.net.host.host import Host
+from peerd.net.link.stream import StreamOwner
 from peerd.service.dht import codec as wire
 from peerd.service.rpc.rpc import Rpc
 
@@ -89,6 +93,14 @@ class PeerClock:
             self._adjustable.offset_s = correction_s
 
 
+def _dialed(link: StreamOwner) -> bytes | None:
+    """The address at which we dialed the peer without a relay; None if the link was made otherwise, or leads to this
+    machine itself, which others cannot dial.
+    """
+    direct = link.initiator and link.way in (Way.LOCAL, Way.DIRECT)
+    return link.remote.to_bytes() if direct and reach(link.remote) > 0 else None
+
+
 class DhtCalls:
     """Asks peers over `rpc`, at most `at_once` at a time."""
 
@@ -115,7 +127,11 @@ class DhtCalls:
         reply = wire.reply_from_wire(answer, len(request.keys) if isinstance(request, q.Find) else 0)
         may = self._host.hearing(peer)
         if reply.hello is not None:
-            reply = replace(reply, hello=q.Hello(tuple(filter(may, reply.hello.addrs))))
+            addrs = tuple(filter(may, reply.hello.addrs))
+            if reply.hello.addrs and link is not None and (dialed := _dialed(link)) is not None:
+                # A peer behind a published port may know its inner addresses only: this one has led there.
+                addrs = (dialed, *(addr for addr in addrs if addr != dialed))[:ADDRS_PER_PEER]
+            reply = replace(reply, hello=q.Hello(addrs))
         if isinstance(reply, q.Found):
             # What stands in our table was looked at when it was told.
             named = ((contact, tuple(filter(may, contact.addrs))) for contact in reply.contacts)
