@@ -320,7 +320,7 @@ async def test_a_peer_whose_clock_is_off_says_so_first(
         await trio.sleep(30)
         assert Works.happened == []
         (said,) = reasons(one, "company.missing")
-        assert said.startswith("this machine's clock is 60 min ahead of that of the only peer that was compared: set it")
+        assert said.startswith("this machine's clock is 60 min ahead of that of the only peer that was compared: set")
         shown = plain_text(render(await snapshot(one)))
         assert shown.splitlines()[0].startswith("takes no part yet, waits for: this machine's clock is 60 min ahead")
         monkeypatch.setattr(clock, "skew_s", 0.0)

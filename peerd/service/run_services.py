@@ -97,7 +97,7 @@ class RunServices:
         self.directory = Directory(run.run, run.pipeline.stages, host, dht, rpc.gate)
         self.following = Following(rpc, host.id, self.directory, ways=self)
         rivals = Rivals(self.fingerprint, rpc, host, self.following)
-        self.view = RunView((host, dht), self.directory, rpc.gate, rivals.reachable)
+        self.view = RunView((host, dht), self.directory, rpc.gate, rivals.reachable, clock.rng("run view"))
         self.following.cause = self.view.cause
         host.book.members_by(self.serves)  # in runs with tokens, too: a peer that serves has shown one
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterable
+from random import Random
 from typing import Final
 
 import trio
@@ -36,12 +37,12 @@ class RunView:
     """See the module's header. `reachable`: returns those of some peers that can be connected now."""
 
     def __init__(
-        self, net: tuple[Host, Dht], directory: Directory, gate: Gate | None, reachable: Reachable, alone: bool = False
+        self, net: tuple[Host, Dht], directory: Directory, gate: Gate | None, reachable: Reachable, rng: Random
     ) -> None:
-        self.alone = alone  # begin without others, by the user's word
+        self.alone = False  # begin without others, by the user's word
         self.advice = "give --alone to begin without"
         self._host, self._dht = net
-        self._directory, self._gate, self._reachable = directory, gate, reachable
+        self._directory, self._gate, self._reachable, self._rng = directory, gate, reachable, rng
         self._turn = trio.Lock()
         self._missing: str | None = "the first answer of the directory"
         self._answered_at = math.inf  # trio time
@@ -84,9 +85,18 @@ class RunView:
         self._answered_at = min(self._answered_at, trio.current_time())
         if not self._dht.clocks_compared and trio.current_time() - self._answered_at < _CLOCK_S:
             return "the clock of another peer, to compare this machine's with"
-        if members and not await self._reachable(sorted(members)):
+        if members and not await self._reachable(self._drawn(members)):
             return self._silent(sorted(members))
         return None
+
+    def _drawn(self, members: Iterable[PeerId]) -> list[PeerId]:
+        """All members, those that we are linked with first, others in an order of this look alone.
+
+        Of very many only the first are tried: nobody can put those that never answer before the others for ever.
+        """
+        linked, order = set(self._host.connected()), sorted(members)
+        self._rng.shuffle(order)
+        return sorted(order, key=lambda peer: peer not in linked)
 
     def _silent(self, members: list[PeerId]) -> str:
         named = ", ".join(peer.short for peer in members[:_NAMED])
