@@ -233,7 +233,7 @@ def identity(
     """Show this machine's peer ids; with --model, --run or --data-dir the one that `join` would use, made if needed."""
     from peerd import home
 
-    name = run or (loaded.run.run if (loaded := _load(model, None, None)) is not None else None)
+    name = run or (loaded.run.run if (loaded := _load(model, None, None, None)) is not None else None)
     if data_dir is not None or name is not None:
         place = home.make_private_dir(data_dir or home.run_data_dir(name or "", []))
         if not (place / home.IDENTITY_FILE).exists():
