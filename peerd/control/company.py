@@ -64,7 +64,7 @@ class Company:
             task_status.started()
 
     async def wait(self) -> None:
-        """Wait for company and a view of the run; Unreachable says what is missing when the user's patience has ended."""
+        """Wait for company and a view of the run; Unreachable says what is missing after the user's patience."""
         began = trio.current_time()
         with trio.move_on_after(self._wish.patience_s):
             await self._found.wait()

@@ -1,4 +1,4 @@
-"""The pace of a member that catches up: who is too slow waits longer each time, and tries again when something changes."""
+"""The pace of a member that catches up: one that is too slow waits longer each time, and tries again after a change."""
 
 from __future__ import annotations
 
