@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, NoReturn
 import typer
 from msgspec import structs
 
-from peerd import cli_options as options
-from peerd.commands import evaluate, export, generate, token
+from peerd.commands import evaluate, export, generate, options, token
 from peerd.commands.plan import plan
 from peerd.control.guest import GuestFlags, obey, settled
 from peerd.core.errors import ConfigError, PeerdError, missing_package
