@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, NoReturn
 import typer
 from msgspec import structs
 
-from peerd.commands import evaluate, export, generate, token
-from peerd.commands.guest_options import DiskGb, DownloadMbit, HoursOfDay, MemoryGb, Nice, Threads, Trust, UploadMbit
+from peerd.commands import evaluate, export, generate, options, token
 from peerd.commands.plan import plan
 from peerd.control.guest import GuestFlags, JoinWish, obey, settled
 from peerd.core.errors import ConfigError, PeerdError, missing_package
@@ -57,19 +56,6 @@ app.command()(generate.generate)
 app.command()(evaluate.evaluate)
 app.command()(plan.plan)
 
-RunFileOption = Annotated[Path | None, typer.Option("--model", "--config", metavar="FILE", help="The run file (YAML).")]
-Bootstrap = Annotated[
-    list[str] | None, typer.Option(metavar="ADDR", help="A peer to start from, in place of the run file's. Repeatable.")
-]
-Listen = Annotated[
-    list[str] | None, typer.Option(metavar="ADDR", help="Where to listen, in place of the run file's. Repeatable.")
-]
-DataDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Identity, checkpoints and events of this peer.")]
-Device = Annotated[str, typer.Option(metavar="NAME", help="Where to compute: cpu, cuda or cuda:N.")]
-Seed = Annotated[int | None, typer.Option(help="Makes this peer's random choices repeatable.")]
-LogLevel = Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warn or error.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
-
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -88,15 +74,16 @@ def _root(
 
 @app.command()
 def backbone(
-    model: RunFileOption = None,
-    bootstrap: Bootstrap = None,
-    listen: Listen = None,
-    data_dir: DataDir = None,
-    seed: Seed = None,
-    log_level: LogLevel = "info",
+    model: options.RunFileOption = None,
+    bootstrap: options.Bootstrap = None,
+    listen: options.Listen = None,
+    announce: options.Announce = None,
+    data_dir: options.DataDir = None,
+    seed: options.Seed = None,
+    log_level: options.LogLevel = "info",
 ) -> None:
     """Run an entry point of the swarm: others join through it."""
-    _start(Flags(["backbone"], model, bootstrap, listen, data_dir, "cpu", seed, log_level))
+    _start(Flags(["backbone"], model, bootstrap, listen, data_dir, "cpu", seed, log_level, announce=announce))
 
 
 @app.command()
@@ -108,22 +95,23 @@ def join(
             "--role", metavar="ROLE", help="stage, trainer ... or module:Class. Repeatable. [default: by the run]"
         ),
     ] = None,
-    model: RunFileOption = None,
-    bootstrap: Bootstrap = None,
-    listen: Listen = None,
-    data_dir: DataDir = None,
-    device: Device = "cpu",
+    model: options.RunFileOption = None,
+    bootstrap: options.Bootstrap = None,
+    listen: options.Listen = None,
+    announce: options.Announce = None,
+    data_dir: options.DataDir = None,
+    device: options.Device = "cpu",
     alone: Annotated[bool, typer.Option("--alone", help="Begin even if no bootstrap peer can be reached.")] = False,
-    upload_mbit: UploadMbit = None,
-    download_mbit: DownloadMbit = None,
-    threads: Threads = None,
-    nice: Nice = None,
-    memory_gb: MemoryGb = None,
-    disk_gb: DiskGb = None,
-    hours: HoursOfDay = None,
-    trust: Trust = None,
-    seed: Seed = None,
-    log_level: LogLevel = "info",
+    upload_mbit: options.UploadMbit = None,
+    download_mbit: options.DownloadMbit = None,
+    threads: options.Threads = None,
+    nice: options.Nice = None,
+    memory_gb: options.MemoryGb = None,
+    disk_gb: options.DiskGb = None,
+    hours: options.HoursOfDay = None,
+    trust: options.Trust = None,
+    seed: options.Seed = None,
+    log_level: options.LogLevel = "info",
     yes: Annotated[bool, typer.Option("--yes", help="With LINK: agree to its run file.")] = False,
     data: Annotated[
         str | None, typer.Option(metavar="PATH", help="With LINK: your text, where the run has none.")
@@ -147,7 +135,9 @@ def join(
         trust=trust,
         disk_gb=disk_gb,
     )
-    flags = Flags(role or [], model, bootstrap, listen, data_dir, device, seed, log_level, alone, guest)
+    flags = Flags(
+        role or [], model, bootstrap, listen, data_dir, device, seed, log_level, alone, guest, announce=announce
+    )
     wish = JoinWish(yes, data, token, tuple(allow_code or ()), tokenizer)
     if link is not None:
         flags = _by_link(link, flags, wish)
@@ -186,9 +176,9 @@ def status(
         bool, typer.Option("--swarm", help="The swarm only, its network, and who gave how much to it.")
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until Ctrl+C.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
     as_metrics: Annotated[bool, typer.Option("--metrics", help="Figures as Prometheus reads them.")] = False,
-    data_dir: DataDir = None,
+    data_dir: options.DataDir = None,
 ) -> None:
     """Show a running daemon and the swarm as it sees it."""
     from peerd.commands.status import metrics, status_view, watch_view
@@ -219,8 +209,8 @@ def demo(
     steps: Annotated[int | None, typer.Option(min=1, help="Global steps to train.")] = None,
     data: Annotated[str | None, typer.Option(metavar="PATH", help="Your own text: a file, a folder or a glob.")] = None,
     calm: Annotated[bool, typer.Option("--calm", help="Kill no peer.")] = False,
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
+    as_json: options.AsJson = False,
+    data_dir: options.DataDir = None,
 ) -> None:
     """Train a language model with a whole swarm on this machine, and watch it survive the loss of a peer."""
     from peerd.demo import parent
@@ -236,15 +226,15 @@ def demo(
 
 @app.command()
 def identity(
-    model: RunFileOption = None,
+    model: options.RunFileOption = None,
     run: Annotated[str | None, typer.Option(metavar="NAME", help="The run, by name in place of its file.")] = None,
-    data_dir: DataDir = None,
-    as_json: AsJson = False,
+    data_dir: options.DataDir = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show this machine's peer ids; with --model, --run or --data-dir the one that `join` would use, made if needed."""
     from peerd import home
 
-    name = run or (loaded.run.run if (loaded := _load(model, None, None)) is not None else None)
+    name = run or (loaded.run.run if (loaded := _load(model, None, None, None)) is not None else None)
     if data_dir is not None or name is not None:
         place = home.make_private_dir(data_dir or home.run_data_dir(name or "", []))
         if not (place / home.IDENTITY_FILE).exists():
@@ -269,21 +259,22 @@ def identity(
 
 @app.command()
 def doctor(
-    model: RunFileOption = None,
+    model: options.RunFileOption = None,
     role: Annotated[
         list[str] | None,
         typer.Option("--role", metavar="ROLE", help="The role to check for; without it, for all. Repeatable."),
     ] = None,
-    bootstrap: Bootstrap = None,
-    listen: Listen = None,
-    data_dir: DataDir = None,
-    device: Device = "cpu",
-    as_json: AsJson = False,
+    bootstrap: options.Bootstrap = None,
+    listen: options.Listen = None,
+    announce: options.Announce = None,
+    data_dir: options.DataDir = None,
+    device: options.Device = "cpu",
+    as_json: options.AsJson = False,
 ) -> None:
     """Check what `peerd join` needs on this machine, and say what to do about what is wrong."""
     from peerd.commands.doctor import checkup as checks
 
-    loaded = _load(model, bootstrap, listen)
+    loaded = _load(model, bootstrap, listen, announce)
     run = loaded.run if loaded is not None else None
     wish = checks.DoctorWish(
         roles=tuple(role or ()),
@@ -291,6 +282,7 @@ def doctor(
         uncompared=tuple(loaded.unknown) if loaded is not None else (),
         bootstrap=_chosen(bootstrap, run.bootstrap if run is not None else []),
         listen=_chosen(listen, run.listen if run is not None else ANY_PORT),
+        announced=_chosen(announce, run.announce if run is not None else []),
         data_dir=data_dir or home_of(run, role or []),
         device=_device(device),
     )
@@ -311,6 +303,7 @@ class Flags:
     log_level: str
     alone: bool = False
     guest: GuestFlags = field(default_factory=GuestFlags)
+    announce: list[str] | None = None
 
 
 def _start(flags: Flags) -> None:
@@ -318,7 +311,7 @@ def _start(flags: Flags) -> None:
 
     check_level(flags.log_level)
     _device(flags.device)
-    loaded = _load(flags.file, flags.bootstrap, flags.listen)
+    loaded = _load(flags.file, flags.bootstrap, flags.listen, flags.announce)
     run = loaded.run if loaded is not None else None
     limits = flags.guest.over(run.limits if run is not None else LimitsSection())
     for stop in (signal.SIGINT, signal.SIGTERM):  # until the daemon's loop takes them over
@@ -349,6 +342,7 @@ def _start(flags: Flags) -> None:
         run=run,
         bootstrap=_chosen(flags.bootstrap, run.bootstrap if run is not None else []),
         listen=_chosen(flags.listen, _own_listen(loaded, flags.roles)),
+        announced=_chosen(flags.announce, run.announce if run is not None else []),
         data_dir=flags.data_dir or home_of(run, [cls.name for cls in classes]),
         run_file=str(flags.file or "run.yaml"),
         device=flags.device,
@@ -363,11 +357,14 @@ def _start(flags: Flags) -> None:
         raise daemon.leaf(group) from group
 
 
-def _load(file: Path | None, bootstrap: list[str] | None, listen: list[str] | None) -> LoadedRun | None:
+def _load(
+    file: Path | None, bootstrap: list[str] | None, listen: list[str] | None, announce: list[str] | None
+) -> LoadedRun | None:
     from peerd import config
 
     config.check_addresses("--bootstrap", bootstrap or [])
     config.check_addresses("--listen", listen or [])
+    config.check_addresses("--announce", announce or [])
     return config.load_run(file) if file is not None else None
 
 

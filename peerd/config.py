@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from peerd.contents import changed_code, not_compared, unknown, with_digests
-from peerd.core.addr import parse_addr
+from peerd.core.addr import parse_addr, parse_announced
 from peerd.core.errors import ConfigError
 from peerd.core.run.check import check
 from peerd.core.run.runfile import RunFile
@@ -55,11 +55,11 @@ def load_run(path: Path) -> LoadedRun:
     """Read, type and check a run file. Raises ConfigError that names every mistake."""
     tree, faults = parse_yaml(path, RUN_FILE)
     run = typed_section(RunFile, tree, (), faults)
-    for place in ("bootstrap", "listen"):
+    for place, reads in (("bootstrap", parse_addr), ("listen", parse_addr), ("announce", parse_announced)):
         given = tree.get(place)
         for index, text in enumerate(given if isinstance(given, list) else []):
             try:
-                parse_addr(str(text))
+                reads(str(text))
             except ConfigError as error:
                 faults.add((place, index), f": {error}")
     for name, message in [*check(run), *changed_code(run)]:
@@ -95,8 +95,9 @@ def _follows(path: KeyPath, broken: set[KeyPath]) -> bool:
 
 def check_addresses(option: str, texts: Sequence[str]) -> None:
     """Raise ConfigError that names the option and the first address that isn't one."""
+    reads = parse_announced if option == "--announce" else parse_addr
     for text in texts:
         try:
-            parse_addr(text)
+            reads(text)
         except ConfigError as error:
             raise ConfigError(f"{option}: {error}") from error

@@ -34,7 +34,7 @@ from peerd.control.connectivity import Connectivity, ConnectivityConfig, relayin
 from peerd.control.guest import limits_told
 from peerd.control.open_hours import OpenHours
 from peerd.control.papers import PeerPapers
-from peerd.core.addr import parse_addr, peers_named, with_peer
+from peerd.core.addr import parse_addr, parse_announced, peers_named, with_peer
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, PeerdError
 from peerd.core.keys import Keypair
@@ -43,6 +43,7 @@ from peerd.core.run.runfile import LimitsSection, RunFile
 from peerd.devices import Devices
 from peerd.home import make_private_dir, socket_path
 from peerd.log import EventLog, plain
+from peerd.net.host.addresses import CONFIGURED
 from peerd.net.host.host_status import faults_told
 from peerd.net.host.line_meter import LineMeter
 from peerd.net.host.upkeep import Upkeep
@@ -70,6 +71,7 @@ class DaemonPlan:
     bootstrap: tuple[str, ...]
     listen: tuple[str, ...]
     data_dir: Path
+    announced: tuple[str, ...] = ()  # addresses where others reach this peer, by its user's word
     run_file: str = "run.yaml"  # as the user named it, for the line with which others join
     device: str = "cpu"
     seed: int | None = None
@@ -184,6 +186,7 @@ class Daemon:
         """Start the services one after the other, as they need each other; each is begun again when it fails."""
         keep, listen = Upkeep(self.host.faults), [parse_addr(text) for text in self._plan.listen]
         bootstrap = [parse_addr(text) for text in self._plan.bootstrap]
+        self.host.whereabouts.announce(CONFIGURED, list(map(parse_announced, self._plan.announced)))
         await services.start(keep.run, "host", functools.partial(self.host.run, listen))
         await services.start(keep.run, "calls", self.rpc.run)
         await services.start(keep.run, "connectivity", self.connectivity.run)
@@ -342,6 +345,7 @@ class Daemon:
     async def _snapshot(self, board: StatusBoard) -> dict[str, Any]:
         own: dict[str, Any] = {"data_dir": str(self._home), "stopping": self._stop_reason or None}
         own["alone"] = self.company.alone()
+        own["no_part_yet"] = self.company.waits_for() if self._waits_for_company else None
         own["limits"] = limits_told(self._plan.own_limits)
         own["access"] = plain(self.access.status()) if self.access is not None else None
 
@@ -391,6 +395,8 @@ class Daemon:
         say(f"peer id {self.host.id}")
         for addr in self.host.listen_addrs():  # what relays and routers add comes and goes: `peerd status` has it
             say(f"listening on {with_peer(addr, self.host.id)}")
+        for addr in self.host.whereabouts.announced(CONFIGURED):
+            say(f"others reach it at {with_peer(addr, self.host.id)}")
         if plan.run is not None:
             for key, file in named_files(plan.run).items():
                 say(f"{key}: {digest_at(plan.run, key) or 'unknown'}  # of {file}")

@@ -91,8 +91,12 @@ class AuxRole:
             "busy_s": self._busy_s,
             "aggregated_bytes": self._averaging.aggregated_bytes,
             "conductor": conductor.text if conductor else None,
-            "waits_for": self._following.waits_for or self._waits_for or self._why_left_out(),
+            "waits_for": self._why_waiting(),
         }
+
+    def _why_waiting(self) -> str | None:
+        waits = self._services.view.waits_for() or self._following.waits_for
+        return waits or self._waits_for or self._why_left_out()
 
     def _why_left_out(self) -> str | None:
         return None if self._ctx.host.takes_inbound else "this peer cannot be dialed: it is left out of rounds"

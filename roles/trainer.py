@@ -186,7 +186,7 @@ class TrainerRole:
         reason = "the first samples" if self._contributor.answer is None else None
         told = dict.fromkeys([self._contributor.waits_for, self._pipeline.waits_for])
         waits = "; ".join(text for text in told if text)  # what is begun and not done may fail for the other's reason
-        return self._preparing or waits or self._data_problem or reason
+        return self._preparing or self._services.view.waits_for() or waits or self._data_problem or reason
 
     # --- samples ----------------------------------------------------------------------------------------------
 

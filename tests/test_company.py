@@ -289,3 +289,40 @@ async def test_a_backbone_serves_without_company_and_warns(
         (said,) = [event for event in one.log.recent() if event.get("part") == "network"]
         assert (said["name"], said["level"]) == ("role.blocked", "warn")
         assert "connection refused" in str(said["reason"])
+
+
+async def test_a_backbone_whose_address_is_announced_says_that_one_to_newcomers(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with network(tmp_path) as net:
+        outer = "/dns/backbone.example.org/tcp/31338"
+        entry, _ = net.made("entry", Entry, announced=(outer,))
+        net.start(entry)
+        await trio.sleep(1)
+        said = capsys.readouterr().out
+        peer = entry.daemon.host.id
+        assert f"others reach it at {outer}/p2p/{peer}" in said
+        assert f"--bootstrap {outer}/p2p/{peer}" in said
+        assert str(entry.daemon.host.addrs()[0]) == f"{outer}/p2p/{peer}"
+
+
+async def test_a_peer_whose_clock_is_off_says_so_first(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with network(tmp_path) as net:
+        entry, addr = net.made("entry", Entry)
+        net.start(entry)
+        await trio.sleep(1)
+        one, _ = net.made("one", bootstrap=(addr,))
+        clock = one.daemon._clock
+        monkeypatch.setattr(clock, "skew_s", 3600.0)
+        net.start(one)
+        await trio.sleep(30)
+        assert Works.happened == []
+        (said,) = reasons(one, "company.missing")
+        assert said.startswith("this machine's clock is 60 min ahead of that of the only peer that was compared: set")
+        shown = plain_text(render(await snapshot(one)))
+        assert shown.splitlines()[0].startswith("takes no part yet, waits for: this machine's clock is 60 min ahead")
+        monkeypatch.setattr(clock, "skew_s", 0.0)
+        await trio.sleep(30)
+        assert Works.happened == ["built"]

@@ -200,6 +200,8 @@ def test_an_empty_section_means_its_defaults(file: Path) -> None:
         ("run: x\nbootstrap: [/ip4/1.2.3.4/tcp/1, nowhere]", ["line 2: bootstrap[1]: 'nowhere' is not an address"]),
         ("run: x\nlisten: [/ip4/300.1.1.1/tcp/1]", ["line 2: listen[0]: '/ip4/300.1.1.1/tcp/1' is not an address"]),
         ("run: x\nlisten: [/ip4/1.2.3.4/tcp/99999]", ["line 2: listen[0]:"]),
+        ("run: x\nannounce: [/ip4/0.0.0.0/tcp/1]", ["line 2: announce[0]: /ip4/0.0.0.0/tcp/1 cannot be dialed"]),
+        ("run: x\nannounce: [/ip4/1.2.3.4/tcp/0]", ["line 2: announce[0]: /ip4/1.2.3.4/tcp/0 cannot be dialed"]),
     ],
 )
 def test_a_mistake_is_named_with_place_and_remedy(file: Path, text: str, parts: list[str]) -> None:

@@ -305,3 +305,14 @@ async def visit(peers: Peers, kind: Any, others: list[str]) -> Any:
     addr = "/ip4/0.0.0.0/tcp/4001"
     found = await bootstrap_checks(stack, Visit([str(peers.addr(name)) for name in others], [addr]), [parse_addr(addr)])
     return found[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+@pytest.mark.parametrize(("addr", "verdict"), [("/dns/b.example.org/tcp/31338", "ok"), ("/ip4/10.1.2.3/tcp/1", "warn")])
+def test_an_address_to_announce_is_shown_with_how_far_it_leads(
+    addr: str, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, found = checks(capsys, "--data-dir", "data", "--listen", LISTEN, "--announce", addr)
+    assert (found["announce"]["verdict"], f"others are told {addr}" in found["announce"]["found"]) == (verdict, True)
+    assert invoke(["doctor", "--announce", "/ip4/0.0.0.0/tcp/1"]) == 2

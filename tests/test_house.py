@@ -50,9 +50,12 @@ Rule = Callable[[Path], Iterator[str]]
 RULES: list[Any] = []
 FLAGS = {
     "": {"--version", "--help"},
-    "backbone": {"--model", "--config", "--bootstrap", "--listen", "--data-dir", "--seed", "--log-level", "--help"},
+    "backbone": {
+        *("--model", "--config", "--bootstrap", "--listen", "--announce"),
+        *("--data-dir", "--seed", "--log-level", "--help"),
+    },
     "join": {
-        *("--role", "--model", "--config", "--bootstrap", "--listen", "--data-dir", "--device", "--seed"),
+        *("--role", "--model", "--config", "--bootstrap", "--listen", "--announce", "--data-dir", "--device", "--seed"),
         *("--log-level", "--help", "--alone"),
         *("link", "--yes", "--data", "--token", "--allow-code", "--tokenizer", "--disk-gb", "--trust"),
         *("--upload-mbit", "--download-mbit", "--threads", "--nice", "--memory-gb", "--hours"),
@@ -71,7 +74,8 @@ FLAGS = {
         *("--json", "--help"),
     },
     "doctor": {
-        *("--model", "--config", "--role", "--bootstrap", "--listen", "--data-dir", "--device", "--json", "--help"),
+        *("--model", "--config", "--role", "--bootstrap", "--listen", "--announce"),
+        *("--data-dir", "--device", "--json", "--help"),
     },
     "token": {"--help"},
     "token issue": {"--run", "--peer", "--roles", "--name", "--days", "--data-dir", "--help"},

@@ -1,10 +1,10 @@
-"""Company of a peer: whether it has reached anybody, so that nobody trains alone unawares.
+"""Company of a peer: whether it has reached anybody, and has a view of its run, so that nobody trains alone unawares.
 
 A peer that was given bootstrap addresses waits with its part in the run until it has company, or was told to begin
-without (`alone`). Company is a peer at one of these addresses that answers us, or one of the same run that we are
-linked with, however it was found (it came to us, or lies in our local network): such peers know each other by the
-settings that each publishes in the directory, also while it waits. What was tried, and how that ended, is told
-rarely; a peer that has lost its last link is told so, and goes on.
+without (`alone`); then until it has a view of the run (`service/swarm/run_view`). Company is a peer at one of these
+addresses that answers us, or one of the same run that we are linked with, however it was found (it came to us, or lies
+in our local network): such peers know each other by the settings that each publishes in the directory, also while it
+waits. What was tried, and how that ended, is told rarely; a peer that has lost its last link is told so, and goes on.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Company:
     ) -> None:
         self._host, self._dht = net
         self._services, self._wish, self._tell = services, wish, tell
+        if services is not None:
+            services.view.alone, services.view.advice = wish.alone, wish.advice
         self._found = trio.Event()
         self._lost_at: float | None = None  # when the last link was lost
         self._said = False
@@ -62,15 +64,20 @@ class Company:
             task_status.started()
 
     async def wait(self) -> None:
-        """Wait for company; Unreachable says what was tried, when the user's patience has ended."""
+        """Wait for company and a view of the run; Unreachable says what is missing after the user's patience."""
+        began = trio.current_time()
         with trio.move_on_after(self._wish.patience_s):
             await self._found.wait()
         if not self._found.is_set():
             raise Unreachable(f"{self._tried()}; waited for {self._wish.patience_s:g} s")
+        if self._services is not None:
+            await self._services.view.settled(max(0.0, began + self._wish.patience_s - trio.current_time()))
 
     def waits_for(self) -> str | None:
-        """The addresses that this peer has tried so far; None once it has company, or needs none."""
-        return None if self._found.is_set() else f"{self._tried()}; trying again; {self._wish.advice}"
+        """The addresses that this peer has tried so far, or what its view of the run lacks; None: it waits no more."""
+        if not self._found.is_set():
+            return f"{self._tried()}; trying again; {self._wish.advice}"
+        return self._services.view.waits_for() if self._services is not None else None
 
     def alone(self) -> str | None:
         """Since when nobody is there any more; None while somebody is, and before anybody was."""
@@ -89,12 +96,14 @@ class Company:
     # --- looking --------------------------------------------------------------------------------------------------
 
     async def _seek(self) -> None:
-        """Look for company until it is there."""
+        """Look for company and a view until both are there."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._complain)
             nursery.start_soon(self._look_for_fellows)
             nursery.start_soon(self._await_entry)
             await self._found.wait()
+            if self._services is not None:
+                await self._services.view.settled()
             nursery.cancel_scope.cancel()
         if self._said and not self._wish.alone:
             self._tell("company.found", "another peer has been reached")
@@ -107,7 +116,7 @@ class Company:
         """Look for peers of our run that came otherwise than by our bootstrap addresses."""
         while True:
             await trio.sleep(_FELLOWS_S)
-            if self._services is None or not self._host.connected():
+            if self._services is None or not self._host.connected() or self._found.is_set():
                 continue
             with suppress(RemoteError):
                 await self._services.publish_settings()
@@ -118,11 +127,17 @@ class Company:
         """Say what was tried: once every address has failed or been silent for long, and then rarely."""
         with trio.move_on_after(_FIRST_WORD_S):
             await self._dht.entries.failed.wait()
+            if self._found.is_set():
+                await trio.sleep_forever()
         pause_s = _AGAIN_S
         while (reason := self.waits_for()) is not None:
             self._said = True
             self._tell("company.missing", reason)
-            await trio.sleep(pause_s)
+            with trio.move_on_after(pause_s):
+                if self._found.is_set():
+                    await trio.sleep_forever()
+                await self._found.wait()
+                await trio.sleep(_FIRST_WORD_S)  # then what the view lacks is said, if it lacks anything
             pause_s = min(2 * pause_s, _RARELY_S)
 
     async def _watch_links(self) -> None:

@@ -280,6 +280,14 @@ def is_dialable(addr: Multiaddr) -> bool:
     return place is None or place.port != 0
 
 
+def parse_announced(text: str) -> Multiaddr:
+    """An address that a user announces as this peer's own, without /p2p; ConfigError if others cannot dial it."""
+    addr = split_peer(parse_addr(text))[0]
+    if is_relayed(addr) or tcp_place(addr) is None or not is_dialable(addr):
+        raise ConfigError(f"{text} cannot be dialed; allowed: a host or name and a port, as /ip4/203.0.113.5/tcp/31337")
+    return addr
+
+
 def reach(addr: Multiaddr) -> int:
     """Scope of an address: 0 this machine, 1 this network, 2 everywhere (names count as such)."""
     ip = ip_of(addr)

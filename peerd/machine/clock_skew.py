@@ -12,20 +12,21 @@ any number of identities, which drop samples of their own network only.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from multiaddr import Multiaddr
 
 from peerd.core.addr import LOOPBACK, block_of, ip_of
 from peerd.core.ids import PeerId
-from peerd.core.limits import CLOCK_CORRECTION_S
+from peerd.core.limits import CLOCK_CORRECTION_S, CLOCK_TOLERANCE_S
 from peerd.machine.connectivity.network_votes import network_of, shared
 
 VOTES = 64  # peers that count
 _MIN_NETWORKS = 2
-_MAX_ROUND_TRIP_S = 2.0  # the error of a sample is at most half its round trip
+MAX_ROUND_TRIP_S: Final = 2.0  # the error of a sample is at most half its round trip
 REPORTED_S = 2.0  # a larger skew is shown to the user
 
 
@@ -46,15 +47,19 @@ def voice_of(at: Multiaddr) -> str:
 
 
 class ClockSkew:
-    """Offsets of peers' raw clocks against ours, in seconds; positive: theirs is ahead."""
+    """Offsets of peers' raw clocks against ours, in seconds; positive: theirs is ahead.
 
-    def __init__(self) -> None:
+    `max_round_trip_s`: samples with longer round trips do not count; the error of a sample is half its round trip.
+    """
+
+    def __init__(self, max_round_trip_s: float = MAX_ROUND_TRIP_S) -> None:
+        self._max_round_trip_s = max_round_trip_s
         self._samples: OrderedDict[PeerId, _Sample] = OrderedDict()
 
     def sample(self, peer: PeerId, at: Multiaddr, sent: float, received: float, theirs: float) -> None:
         """`peer`, connected at that address, showed `theirs` between `sent` and `received` of our uncorrected clock."""
         round_trip = received - sent
-        if not 0 <= round_trip <= _MAX_ROUND_TRIP_S:
+        if not 0 <= round_trip <= self._max_round_trip_s:
             return
         known = self._samples.get(peer)
         # A better sample replaces a worse one; so does one that contradicts it, for clocks are also set anew.
@@ -91,6 +96,18 @@ class ClockSkew:
         weights = shared(told)
         return _median([(0.0, 1.0), *((offset_s, weight) for (offset_s, _), weight in weights.items())])
 
+    def uncorrected_s(self) -> float:
+        """Seconds by which peers' clocks are surely ahead of ours, beyond what is corrected and what records bear.
+
+        Above 0 or below: this peer and its peers refuse each other's records. Of a single network nobody can tell
+        whose clock is wrong; each sample counts with half its round trip less.
+        """
+        if self.networks >= _MIN_NETWORKS:
+            off = self.measured_s() - self.correction_s()
+        else:
+            off = _median([(_surely(s), 1.0) for s in self._samples.values()]) if self._samples else 0.0
+        return off if abs(off) > CLOCK_TOLERANCE_S else 0.0
+
     def furthest_s(self) -> float:
         """Offset of the peer whose clock differs most from ours; 0 where no clock is known."""
         return max((sample.offset_s for sample in self._samples.values()), key=abs, default=0.0)
@@ -117,6 +134,11 @@ class ClockSkew:
             if abs(sample.offset_s) > REPORTED_S:
                 return f"this machine's clock and that of peer {peer.short} differ by {abs(sample.offset_s):.1f} s"
         return None
+
+
+def _surely(sample: _Sample) -> float:
+    """The offset, nearer to 0 by half the round trip."""
+    return math.copysign(max(0.0, abs(sample.offset_s) - sample.round_trip_s / 2), sample.offset_s)
 
 
 def _median(told: Iterable[tuple[float, float]]) -> float:

@@ -17,6 +17,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Protocol
 
 import msgspec
@@ -256,8 +257,17 @@ class Access:
 
     def waits_for(self) -> str | None:
         """Advice for the user about our own token; None when there is none."""
-        why = self.roll.judge(self._host.id, self._token, self._clock.wall())
-        return f"a new token: {why}" if isinstance(why, str) else None
+        now = self._clock.wall()
+        why = self.roll.judge(self._host.id, self._token, now)
+        if not isinstance(why, str):
+            return None
+        expired = self.roll.expired_at(self._host.id, self._token, now)
+        return f"a new token: {why}" if expired is None else f"a new token: {why}{self._advice(expired)}"
+
+    def _advice(self, expired: int) -> str:
+        at, organizer = datetime.fromtimestamp(expired, UTC), self.roll.organizer.short
+        todo = f"ask the organizer ({organizer}) for one, and save it as access.token in the data directory"
+        return f" ({at:%Y-%m-%d %H:%M} UTC); {todo}"
 
     def status(self) -> dict[str, Any]:
         """Plain data for `peerd status`."""

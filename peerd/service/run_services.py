@@ -44,6 +44,7 @@ from peerd.service.state.snapshot import KEPT, Fetcher, Giving, Snapshots
 from peerd.service.swarm.contributions import Tally, TallyOf
 from peerd.service.swarm.dial_trainers import CallingIn
 from peerd.service.swarm.directory import Directory
+from peerd.service.swarm.run_view import RunView
 
 if TYPE_CHECKING:
     from peerd.service.averaging.allreduce import Averaging
@@ -97,6 +98,9 @@ class RunServices:
         self.directory = Directory(run.run, run.pipeline.stages, host, dht, rpc.gate)
         self.following = Following(rpc, host.id, self.directory, ways=self)
         self.proofs = CommitProofs(self.fingerprint, rpc, host, self.following, trusted_peers(run))
+        rivals = Rivals(self.fingerprint, rpc, host, self.following)
+        self.view = RunView((host, dht), self.directory, rpc.gate, rivals.reachable, clock.rng("run view"))
+        self.following.cause = self.view.cause
         host.book.members_by(self.serves)  # in runs with tokens, too: a peer that serves has shown one
 
     def serves(self, peer: str) -> bool:
@@ -106,10 +110,12 @@ class RunServices:
     async def compare_settings(self, corpus: Mapping[str, str] | None = None) -> None:
         """Compare our settings with the run's published ones and publish ours; ConfigError names all that differs.
 
+        Waits first until this peer has a view of the run: without one, no settings are published as far as it knows.
         `corpus`: of a trainer, the digest of what it reads, by the key of its source; others' that differ are refused.
         """
         if corpus is not None:
             self._corpus = {key: digest for key, digest in corpus.items() if digest}
+        await self.view.settled()
         try:
             await self._compare()
         except RemoteError:

@@ -67,11 +67,11 @@ class SimRouter:
         self._mapped: dict[tuple[int, SimPlace | None], int] = {}  # (port at home, destination) -> port outside
         self._contacts: dict[int, set[SimPlace]] = {}  # by port outside: destinations of packets
         self._next_port = _MAPPED
-        self._forwarded: set[int] = set()
+        self._forwarded: dict[int, int] = {}  # port outside -> port at home
 
-    def forward(self, port: int) -> None:
-        """Let everybody in to `port` at home, as its owner sets it up."""
-        self._forwarded.add(port)
+    def forward(self, port: int, outside: int = 0) -> None:
+        """Let everybody in to `port` at home, as its owner sets it up. `outside`: the router's port; 0: the same."""
+        self._forwarded[outside or port] = port
 
     def out(self, port: int, target: SimPlace) -> SimPlace:
         """A packet leaves: the end that the world sees."""
@@ -87,7 +87,9 @@ class SimRouter:
 
     def into(self, port: int, source: SimPlace) -> int | None:
         """A packet comes to `port` of the router: the port at home that it is let in to."""
-        if self.kind == "public" or port in self._forwarded:
+        if port in self._forwarded:
+            return self._forwarded[port]
+        if self.kind == "public":
             return port
         contacts = self._contacts.get(port, set())
         if not contacts or (self.kind != "full-cone" and source not in contacts):

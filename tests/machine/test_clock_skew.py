@@ -116,3 +116,21 @@ def test_each_machine_of_a_laboratory_has_a_vote_and_this_one_has_one() -> None:
     assert abs(seen_by(60.0, [0.0] * 3, lab).correction_s() + 60.0) < 0.2
     here = [tcp_addr("127.0.0.1", 4001 + n) for n in range(6)]
     assert seen_by(60.0, [0.0] * 6, here).correction_s() == 0.0
+
+
+def test_what_no_correction_mends_is_shown_for_as_long_as_records_are_refused() -> None:
+    day = 86_400.0
+    assert seen_by(0.0, []).uncorrected_s() == 0.0
+    assert seen_by(0.0, [2.0]).uncorrected_s() == 0.0, "records bear that"
+    assert abs(seen_by(0.0, [3600.0]).uncorrected_s() - 3600.0) < 0.1, "of two clocks nobody can say which is wrong"
+    assert seen_by(0.0, [3600.0, 3600.0]).uncorrected_s() == 0.0, "it is corrected"
+    assert abs(seen_by(0.0, [37 * day, 37 * day]).uncorrected_s() - 37 * day) < 0.1, "too far to correct"
+    assert seen_by(0.0, [0.0, 37 * day]).uncorrected_s() == 0.0, "ours is right: another one shows the same"
+
+
+def test_a_slow_answer_shows_a_wrong_clock_by_no_more_than_is_sure() -> None:
+    heard = ClockSkew(60.0)
+    heard.sample(PEERS[0], ADDRS[0], 0.0, 20.0, 18.0)  # 8 s ahead, give or take 10
+    assert heard.uncorrected_s() == 0.0
+    heard.sample(PEERS[0], ADDRS[0], 100.0, 120.0, 3710.0)
+    assert abs(heard.uncorrected_s() - 3590.0) < 0.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from peerd.core.messages.swarm import Position
 from peerd.core.messages.token import revoked_key
 from peerd.machine.swarm.placement import Arrival
 from peerd.service.access import Present, Presented
+from peerd.service.run_services import RunServices
 from peerd.service.swarm.contributions import Tally, TallyOf
 from peerd.service.swarm.directory import Directory
 from tests.worlds.network.members import (
@@ -199,6 +201,29 @@ def test_a_token_that_expires_ends_the_calls_and_a_new_one_lets_them_go_on() -> 
         await trio.sleep(60)  # the file is read again
         await b.ask(a)
         await a.ask(b)
+
+    in_club(main)
+
+
+def test_a_peer_whose_token_expired_waits_for_a_new_one_and_says_since_when() -> None:
+    async def main(club: Club) -> None:
+        a, b = await club.member(number=1), await club.member(number=2, expires=NOW + 100)
+        await b.ask(a)
+        await trio.sleep(150)
+        services = RunServices(run_file(), b.host, b.rpc, b.dht, b.node.clock)
+        with trio.move_on_after(30):
+            await services.view.settled()
+        waits = services.view.waits_for()
+        print(waits)
+        at = datetime.fromtimestamp(NOW + 100, UTC)
+        assert waits.startswith("a new token: the token shown expired ")
+        assert f"({at:%Y-%m-%d %H:%M} UTC); ask the organizer ({ORGANIZER.peer_id.short})" in waits
+        with trio.move_on_after(5):
+            await services.following.ask("swarm/4/member", Empty, Empty, 1.0)
+        assert services.following.waits_for == b.access.waits_for(), "it is no lack of peers"
+        b.papers.mine = token(b.id, number=3)
+        with trio.fail_after(60):  # the file is read again
+            await services.view.settled()
 
     in_club(main)
 

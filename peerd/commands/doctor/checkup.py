@@ -42,6 +42,7 @@ class DoctorWish:
     listen: tuple[str, ...]
     data_dir: Path
     device: str
+    announced: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()  # of the run file's files, those that join would miss
 
 
@@ -74,7 +75,8 @@ def _all(wish: DoctorWish) -> Iterator[CheckResult]:
             yield CheckResult("files to compare", CheckVerdict.FAIL, *text.partition("; ")[::2])
         yield from run_checks(needs)
         identity, papers = visiting_as(needs)
-    yield from trio.run(network_checks, Visit(wish.bootstrap, wish.listen, wish.run, identity, papers))
+    visit = Visit(wish.bootstrap, wish.listen, wish.run, identity, papers, wish.announced)
+    yield from trio.run(network_checks, visit)
 
 
 def _role_names(texts: tuple[str, ...]) -> tuple[tuple[str, ...], list[CheckResult]]:

@@ -16,7 +16,7 @@ from multiaddr import Multiaddr
 
 from peerd.commands.doctor.finding import CheckResult, CheckVerdict
 from peerd.control.papers import PeerPapers
-from peerd.core.addr import parse_addr, split_peer, tcp_place
+from peerd.core.addr import parse_addr, parse_announced, split_peer, tcp_place
 from peerd.core.addr import reach as addr_reach
 from peerd.core.errors import ConfigError, Refused, RemoteError
 from peerd.core.ids import PeerId
@@ -29,6 +29,7 @@ from peerd.log import clean
 from peerd.machine.clock_skew import REPORTED_S, ClockSkew
 from peerd.machine.connectivity.reachability import Kind, advice
 from peerd.net.clock import RealClock
+from peerd.net.host.addresses import CONFIGURED
 from peerd.net.host.host import Host
 from peerd.net.tcp.listen import other_family
 from peerd.net.tcp.tcp_transport import TcpTransport
@@ -56,6 +57,7 @@ class Visit:
     run: RunFile | None = None
     identity: Keypair | None = None
     papers: PeerPapers | None = None
+    announced: Sequence[str] = ()  # addresses where others reach this machine, by its user's word
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class _Sights:
 async def network_checks(visit: Visit) -> list[CheckResult]:
     """All of them; addresses are tried at the same time."""
     findings = [await _port(text, visit.listen) for text in visit.listen]
+    findings += map(_announced, visit.announced)
     listens = not any(finding.verdict == CheckVerdict.FAIL for finding in findings)
     findings += await _router(visit.listen)
     if not visit.bootstrap:
@@ -91,6 +94,7 @@ async def bootstrap_checks(stack: PeerStack, visit: Visit, listen: Sequence[Mult
     if visit.run is not None and visit.papers is not None:
         access = Access(visit.run, stack.host, stack.rpc, stack.clock, visit.papers)
         stack.rpc.guard(access)
+    stack.host.whereabouts.announce(CONFIGURED, list(map(parse_announced, visit.announced)))
     async with trio.open_nursery() as nursery:
         await nursery.start(stack.run, listen)
         await nursery.start(reach.run)
@@ -128,6 +132,14 @@ async def _reachability(host: Host, reach: Reach, listen: Sequence[str]) -> Chec
         advice_ += "; first choose a port that stays the same, as in --listen /ip4/0.0.0.0/tcp/31337"
     verdict = CheckVerdict.OK if found.kind == Kind.KEEPS_PORTS and relays else CheckVerdict.WARN
     return CheckResult("reachability", verdict, f"{words}: {found.why}", advice_)
+
+
+def _announced(text: str) -> CheckResult:
+    """What others are told of this machine's address; whether it leads here, others find by dialing back."""
+    if addr_reach(parse_announced(text)) == 2:
+        return CheckResult("announce", CheckVerdict.OK, f"others are told {text}")
+    found, advice = f"others are told {text}, which leads here from near only", "announce an address of the internet"
+    return CheckResult("announce", CheckVerdict.WARN, found, advice)
 
 
 async def _port(text: str, listen: Sequence[str]) -> CheckResult:

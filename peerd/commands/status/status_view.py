@@ -32,6 +32,8 @@ def render(snapshot: Snapshot) -> RenderableType:
     parts: list[RenderableType] = [*halt_line(swarm), _headline(snapshot), roles_table(snapshot.get("roles", []))]
     if snapshot.get("alone"):
         parts.insert(0, Text(snapshot["alone"], "yellow"))
+    if snapshot.get("no_part_yet"):
+        parts.insert(0, Text(f"takes no part yet, waits for: {snapshot['no_part_yet']}", "yellow"))
     parts.append(_network(snapshot))
     fullest = fullest_table(snapshot.get("budgets", []))
     if fullest is not None:

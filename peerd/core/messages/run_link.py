@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 import msgspec
 from multiaddr import Multiaddr
 
-from peerd.core.addr import block_of, ip_of, is_relayed, parse_addr
+from peerd.core.addr import block_of, ip_of, is_relayed, parse_addr, tcp_place
 from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError, ProtocolViolation
 from peerd.core.ids import PeerId
@@ -36,7 +36,7 @@ DOMAIN: Final = b"peerd run file 1\0"
 LINK_CHARS: Final = 1024
 FORM: Final = "peerd://HOST:PORT/PEER/RUN"
 _LINK: Final = re.compile(r"peerd://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([1-9]\d{0,4})/([A-Za-z0-9]+)/([^/?#\s]+)")
-_LEFT_OUT: Final = ("bootstrap", "listen", "limits", "line")  # each peer's own
+_LEFT_OUT: Final = ("bootstrap", "listen", "announce", "limits", "line")  # each peer's own
 _ACCESS: Final = ("allow", "organizer")
 _DEFAULT: Final[dict[str, Any]] = msgspec.to_builtins(RunFile(run="", line=LineSection(link="")))
 
@@ -100,7 +100,11 @@ def best_link(addrs: Iterable[Multiaddr], peer: PeerId, run: str) -> JoinLink | 
     found = []
     for addr in addrs:
         ip, port = ip_of(addr), re.search(r"/tcp/(\d+)(/p2p/[^/]+)?$", str(addr))
-        if ip is None or port is None or is_relayed(addr):
+        if port is None or is_relayed(addr):
+            continue
+        if ip is None:  # a name, which its user announces
+            place = tcp_place(addr)
+            found += [(0, 0, JoinLink(place.host, place.port, peer, run))] if place is not None else []
             continue
         rank = 2 if ip.is_loopback else 1 if block_of(ip) is not None else 0
         found.append((rank, ip.version, JoinLink(str(ip), int(port[1]), peer, run)))

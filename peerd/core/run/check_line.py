@@ -65,7 +65,13 @@ _SCHEDULE: Final[dict[str, Between | Rule]] = {
     **dict.fromkeys(("lr", "final_lr_share", "weight_decay", "momentum", "beta1", "beta2", "eps", "clip_norm"), _SCALE),
 }
 _SECTIONS: Final[dict[str, dict[str, Between | Rule]]] = {
-    "": {"run": Rule.NAME, "seed": Between(-(1 << 63), (1 << 63) - 1), "bootstrap": Rule.OWN, "listen": Rule.OWN},
+    "": {
+        "run": Rule.NAME,
+        "seed": Between(-(1 << 63), (1 << 63) - 1),
+        "bootstrap": Rule.OWN,
+        "listen": Rule.OWN,
+        "announce": Rule.OWN,
+    },
     "model": {
         **{"kind": Rule.CODE, "vocab": Rule.TOKENIZER, "kind_digest": Rule.DIGEST, "vocab_digest": Rule.DIGEST},
         **dict.fromkeys(("share_layers", "dtype", "precision", "buffers"), Rule.CHOICE),

@@ -239,6 +239,7 @@ class RunFile(Section, frozen=True):
     seed: int = 0
     bootstrap: list[str] = msgspec.field(default_factory=list)
     listen: list[str] = msgspec.field(default_factory=lambda: ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"])
+    announce: list[str] = msgspec.field(default_factory=list)  # where others reach this peer: a published port, a name
     model: ModelSection = ModelSection()
     pipeline: PipelineSection = PipelineSection()
     optimizer: OptimizerSection = OptimizerSection()

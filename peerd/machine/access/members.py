@@ -109,6 +109,15 @@ class Roll:
             why = "the token shown is not signed by this run's organizer"
         return why or Member(token.name, token, self._rights(token))
 
+    def expired_at(self, peer: PeerId, data: bytes, now: float) -> int | None:
+        """Unix seconds at which the token `data` of `peer` expired; None if it is valid, or for another reason not."""
+        try:
+            token = unseal(Token, data)
+        except ProtocolViolation:
+            return None
+        was_valid = isinstance(self.judge(peer, data, token.expires - 1.0), Member)
+        return token.expires if now >= token.expires and was_valid else None
+
     def admit(self, peer: PeerId, data: bytes, now: float) -> str | None:
         """Put `peer` on the roll if `data` is its token; else take it off, and say why."""
         found = self.judge(peer, data, now)

@@ -186,11 +186,15 @@ class Respond:
 
 @dataclass(frozen=True, slots=True)
 class GetDone:
-    """Per key the live records, one per sub-key and in their order; and why the search ended."""
+    """Per key the live records, one per sub-key and in their order; and why the search ended.
+
+    `answered`: True if at least one other peer answered for each of the keys: else no records mean nothing.
+    """
 
     op: int
     records: dict[Key, list[Record]]
     why: str
+    answered: bool = True
 
 
 @dataclass(frozen=True, slots=True)

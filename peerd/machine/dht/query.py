@@ -49,6 +49,11 @@ class Search:
     def done(self) -> bool:
         return self.lookup.why is not None
 
+    @property
+    def was_answered(self) -> bool:
+        """True if a peer other than ourselves answered."""
+        return bool(self._answers)
+
     def next(self, now: float) -> list[Contact]:
         return self.lookup.next(now)
 

@@ -200,7 +200,8 @@ class Workbench:
         if task.kind == "get":
             wall, publisher = self._node.wall(now), self._node.publisher
             records = {s.key: s.live(wall, publisher.own(wall, s.key)) for s in task.searches}
-            self._emit(q.GetDone(task.op, records, why))
+            answered = all(search.was_answered for search in task.searches)
+            self._emit(q.GetDone(task.op, records, why, answered))
         else:
             refusals = tuple(verdict for placement in task.placements for verdict in placement.refusals)
             peers = min((placement.holders for placement in task.placements), default=0)

@@ -19,6 +19,8 @@ from peerd.machine.connectivity.happy_eyeballs import IpNetwork, Surroundings
 from peerd.net.tcp.listen import open_listeners
 from peerd.net.transport import Listener, RoamingTransport, Transport, close_surely, roaming
 
+CONFIGURED = "configured"  # the source of addresses that the user announces: named first, and never withheld
+
 _log = logging.getLogger("peerd.net")
 
 
@@ -46,12 +48,14 @@ class Whereabouts:
 
     def addrs(self) -> list[Multiaddr]:
         """Addresses at which this host can be reached, with /p2p/<id>: where it listens and what was announced, less
-        what is known to lead nowhere. Public addresses first, then those of this network, then ways over relays, then
-        loopback.
+        what is known to lead nowhere. Those that the user announces first, then public addresses, then those of this
+        network, then ways over relays, then loopback.
         """
-        found = [*self._announced_all(), *self.listen_addrs()]
-        kept = [addr for addr in dict.fromkeys(found) if addr not in self._withheld]
-        return [with_peer(addr, self._own) for addr in sorted(kept, key=_rank)]
+        configured = self.announced(CONFIGURED)
+        found = [*configured, *self._announced_all(), *self.listen_addrs()]
+        kept = [addr for addr in dict.fromkeys(found) if addr not in self._withheld or addr in configured]
+        ranked = sorted(kept, key=lambda addr: -1 if addr in configured else _rank(addr))
+        return [with_peer(addr, self._own) for addr in ranked]
 
     def listen_addrs(self) -> list[Multiaddr]:
         """Addresses on which this host listens, without /p2p; wildcard addresses are spelled out."""

@@ -84,13 +84,14 @@ class Following:
     conductor: PeerId | None = None
     accepted_by: PeerId | None = None  # the peer that took our last report, or got the duty from us
     changes: int = 0
-    waits_for: str | None = None
+    cause: Callable[[], str | None] = lambda: None  # why this peer may reach nobody: its own clock, or token
     answered: bool = False  # True once a conductor has taken a report of ours
     differs: bool = False  # True while another peer conducts, and refuses us for our run file
     run_waits_for: str = ""  # the reason that the run stands still, by the conductor's last answer; "" when it moves
     members: list[MemberInfo] = field(default_factory=list)  # as the conductor listed them last
     established: dict[str, int] = field(default_factory=dict)  # post that helped to make a step -> its stage
     told: Signal = field(default_factory=Signal)  # set with each such list
+    _waits_for: str | None = None
     _helped: set[str] = field(default_factory=set)  # of the peers of `established`, those that helped to make a step
     _forecast: tuple[float, Forecast] | None = None  # (received at, forecast)
     _suspects: dict[PeerId, float] = field(default_factory=dict)
@@ -102,6 +103,11 @@ class Following:
     _refusals: BoundedDict[PeerId, int] = field(default_factory=lambda: BoundedDict(SUSPECTS))
     _denied: bool = False  # True when the last of them was for more than that the peer does not conduct
     _reported: dict[str, float] = field(default_factory=dict)  # kind of report -> time up to which its rate is used
+
+    @property
+    def waits_for(self) -> str | None:
+        """The reason why no conductor takes our reports; this machine's clock or token first, if that is the cause."""
+        return self._waits_for and (self.cause() or self._waits_for)
 
     def order(self) -> list[PeerId]:
         """Stage-0 peers by the order in which they conduct; those that cannot be dialed come last."""
@@ -218,7 +224,7 @@ class Following:
         if not elsewhere:
             self.differs = peer != self.own and error.args[0].startswith(OTHER_RUN_FILE)
         if not (elsewhere and self._denied):
-            self.waits_for = f"the conductor: {error}"
+            self._waits_for = f"the conductor: {error}"
         self._denied = self._denied or not elsewhere
         self._let_go_of(peer)
 
@@ -268,7 +274,7 @@ class Following:
                 await self.refresh()
                 await trio.sleep(_RETRY_S)
             except RemoteError as error:
-                self.waits_for, self._denied = f"the conductor: {error}", False
+                self._waits_for, self._denied = f"the conductor: {error}", False
                 if not await self._reaches_anew(peer):
                     self.suspect(peer)
                 await trio.sleep(0.05)
@@ -276,7 +282,7 @@ class Following:
                 self.trust(peer)
                 self.accepted_by = peer
                 self._refusals.clear()
-                self.waits_for, self.answered, self.differs, self._denied = None, True, False, False
+                self._waits_for, self.answered, self.differs, self._denied = None, True, False, False
                 return answer.body
 
     async def _call(
@@ -375,5 +381,5 @@ class Following:
                     return order[min(rested)[1]]
             if awake:
                 return min(enumerate(awake), key=lambda at: self._refusals.get(at[1], 0) + at[0] / _FURTHER)[1]
-            self.waits_for = "stage 0 has no peers" if not order else "no peer of stage 0 can be reached"
+            self._waits_for = "stage 0 has no peers" if not order else "no peer of stage 0 can be reached"
             await trio.sleep(_RETRY_S)

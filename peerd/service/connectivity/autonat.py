@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import trio
 from multiaddr import Multiaddr
 
-from peerd.core.addr import decode_addr, split_peer, tcp_place
+from peerd.core.addr import decode_addr, ip_of, split_peer, tcp_place
 from peerd.core.clock import Clock
 from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
@@ -27,6 +27,7 @@ from peerd.core.protobuf.autonat import AUTONAT, Dialed, DialMe, DialStatus
 from peerd.machine.connectivity.dial_back import Asker, DialBackRefusal, DialBacks
 from peerd.machine.connectivity.path_selection import Way
 from peerd.machine.connectivity.reachability import AskDialBack, Finding, Kind, Reachability, ReachabilityConfig, Sight
+from peerd.net.host.addresses import CONFIGURED
 from peerd.net.host.host import Host, PeerDown, PeerTold
 from peerd.net.host.link_table import PeerEvent
 from peerd.net.link.delimited import receive_message, send_message
@@ -114,7 +115,9 @@ class Reach:
         if self._nursery is None:
             return
         now, before = self._clock.now(), self._machine.finding
-        self._machine.own(self._host.listen_addrs(), self._host.whereabouts.announced(MAPPED))
+        places = self._host.whereabouts
+        given = [*places.announced(MAPPED), *places.announced(CONFIGURED)]
+        self._machine.own(self._host.listen_addrs(), [addr for addr in given if ip_of(addr) is not None])
         for ask in self._machine.step(now):
             self._nursery.start_soon(self._ask, ask)
         if self._machine.finding != before:

@@ -77,6 +77,11 @@ class EntryPoints:
         for entry in drawn[:KEPT]:
             nursery.start_soon(self._keep, entry)
 
+    @property
+    def given(self) -> bool:
+        """True where there is an address besides our own."""
+        return bool(self._entries)
+
     def peers(self) -> list[PeerId]:
         """Those that are connected."""
         return [peer for peer, _ in self.connected()]

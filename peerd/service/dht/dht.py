@@ -175,7 +175,15 @@ class Dht:
         self, keys: Iterable[Key], *, timeout_s: float = 10.0, max_age_s: float = 0.0, most_bytes: int = 0
     ) -> dict[Key, list[Record]]:
         """`get` for each of `keys`, in few messages."""
+        found, _ = await self.read(keys, timeout_s=timeout_s, max_age_s=max_age_s, most_bytes=most_bytes)
+        return found
+
+    async def read(
+        self, keys: Iterable[Key], *, timeout_s: float = 10.0, max_age_s: float = 0.0, most_bytes: int = 0
+    ) -> tuple[dict[Key, list[Record]], bool]:
+        """`get_many`, and whether another peer answered: if none did, keys without records may well have some."""
         now, found = self._clock.now(), dict[Key, list[Record]]()
+        answered = True
         wanted = list(dict.fromkeys(keys))
         if max_age_s > 0:
             wall = self._clock.wall()
@@ -190,11 +198,12 @@ class Dht:
             age_s = min(int(max(max_age_s, 0.0)), wire.MAX_AGE_S)
             done = await self._perform(lambda op: q.Get(op, missing, most_bytes, age_s), q.GetDone, timeout_s)
             found |= done.records
-            if max_age_s > 0 and not most_bytes:  # a part would not do for a caller that wants all
+            answered = done.answered
+            if answered and max_age_s > 0 and not most_bytes:  # a part would not do for a caller that wants all
                 self._remember(done.records)
         else:
             await trio.lowlevel.checkpoint()
-        return {key: list(found.get(key, ())) for key in wanted}
+        return {key: list(found.get(key, ())) for key in wanted}, answered
 
     async def withdraw(self, key: Key, *, suffix: bytes = b"", timeout_s: float = 5.0) -> None:
         """Take back what we published under this sub-key; nothing, if we did not."""
@@ -209,6 +218,15 @@ class Dht:
     def entry_peers(self) -> list[PeerId]:
         """Connected peers at bootstrap addresses."""
         return self.entries.peers()
+
+    def clock_problem(self) -> str | None:
+        """What is wrong with this machine's clock, and what to do; None if peers can read each other's records."""
+        return self._peer_clock.waits_for()
+
+    @property
+    def clocks_compared(self) -> int:
+        """Number of peers whose clocks are known."""
+        return self._peer_clock.compared
 
     def look_around(self) -> None:
         """Ask our neighbours for further peers near us."""

@@ -15,18 +15,24 @@ from dataclasses import replace
 import trio
 from multiaddr import Multiaddr
 
+from peerd.core.addr import reach
 from peerd.core.clock import AdjustableClock, Clock
 from peerd.core.ids import PeerId
+from peerd.core.limits import ADDRS_PER_PEER
+from peerd.core.messages.token import age
 from peerd.core.record import Record, Verifier
 from peerd.machine.clock_skew import ClockSkew
+from peerd.machine.connectivity.path_selection import Way
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.routing_table import Contact
 from peerd.net.host.host import Host
+from peerd.net.link.stream import StreamOwner
 from peerd.service.dht import codec as wire
 from peerd.service.rpc.rpc import Rpc
 
 _VERIFIED_PER_TURN = 4  # signatures, about 0.1 ms each
 _ENOUGH_NETWORKS = 8  # whose clocks are known: no peer is asked for the sake of its clock any more
+_HEARD_ROUND_TRIP_S = 60.0  # of a sample that shows the user that the clock is off; half of it is the error
 _CLOCK_STEP_S = 0.1  # a smaller correction is not worth a clock that jumps
 
 
@@ -36,6 +42,8 @@ class PeerClock:
     def __init__(self, clock: Clock, may_vote: Callable[[PeerId], bool]) -> None:
         """`may_vote`: True for peers whose clocks count."""
         self.skew = ClockSkew()
+        # Of all peers, also of those without a vote, and over slow lines: evidence for the user, never a correction.
+        self._heard = ClockSkew(_HEARD_ROUND_TRIP_S)
         self._clock, self._may_vote = clock, may_vote
         self._adjustable = clock if isinstance(clock, AdjustableClock) else None
 
@@ -45,16 +53,52 @@ class PeerClock:
 
     def wants(self, peer: PeerId, at: Multiaddr) -> bool:
         """True when the clock of a peer, connected at that address, should be asked for."""
+        if self.uncorrected_s():  # until it has been set, or more clocks say what is right
+            return True
         return self.skew.networks < _ENOUGH_NETWORKS and self._may_vote(peer) and not self.skew.knows(peer, at)
+
+    @property
+    def compared(self) -> int:
+        """Number of peers whose clocks are known, with or without a vote."""
+        return max(self.skew.votes, self._heard.votes)
+
+    def uncorrected_s(self) -> float:
+        """Seconds by which peers' clocks are ahead of ours beyond any correction; 0 if records are understood.
+
+        Peers with a vote decide; where none is known, all others do.
+        """
+        return self.skew.uncorrected_s() if self.skew.votes else self._heard.uncorrected_s()
+
+    def waits_for(self) -> str | None:
+        """What is wrong with this machine's clock, and what to do; None if peers can read each other's records."""
+        off = self.uncorrected_s()
+        if not off:
+            return None
+        count = self.skew.votes or self._heard.votes
+        theirs = "that of the only peer that was compared" if count == 1 else f"those of {count} peers"
+        way = "behind" if off > 0 else "ahead of"
+        told = f"this machine's clock is {age(abs(off))} {way} {theirs}: set it, as NTP does"
+        return told if count > 1 else f"{told}; or give a second bootstrap address, which shows whose clock is wrong"
 
     def compare(self, peer: PeerId, at: Multiaddr, sent: float, theirs: float) -> None:
         """The peer's clock, at that address, showed `theirs` between `sent` and now."""
-        if not (math.isfinite(theirs) and self._may_vote(peer)):
+        if not math.isfinite(theirs):
+            return
+        self._heard.sample(peer, at, sent, self.raw_wall(), theirs)
+        if not self._may_vote(peer):
             return
         self.skew.sample(peer, at, sent, self.raw_wall(), theirs)
         correction_s = self.skew.correction_s()
         if self._adjustable is not None and abs(correction_s - self._adjustable.offset_s) > _CLOCK_STEP_S:
             self._adjustable.offset_s = correction_s
+
+
+def _dialed(link: StreamOwner) -> bytes | None:
+    """The address at which we dialed the peer without a relay; None if the link was made otherwise, or leads to this
+    machine itself, which others cannot dial.
+    """
+    direct = link.initiator and link.way in (Way.LOCAL, Way.DIRECT)
+    return link.remote.to_bytes() if direct and reach(link.remote) > 0 else None
 
 
 class DhtCalls:
@@ -83,7 +127,11 @@ class DhtCalls:
         reply = wire.reply_from_wire(answer, len(request.keys) if isinstance(request, q.Find) else 0)
         may = self._host.hearing(peer)
         if reply.hello is not None:
-            reply = replace(reply, hello=q.Hello(tuple(filter(may, reply.hello.addrs))))
+            addrs = tuple(filter(may, reply.hello.addrs))
+            if reply.hello.addrs and link is not None and (dialed := _dialed(link)) is not None:
+                # A peer behind a published port may know its inner addresses only: this one has led there.
+                addrs = (dialed, *(addr for addr in addrs if addr != dialed))[:ADDRS_PER_PEER]
+            reply = replace(reply, hello=q.Hello(addrs))
         if isinstance(reply, q.Found):
             # What stands in our table was looked at when it was told.
             named = ((contact, tuple(filter(may, contact.addrs))) for contact in reply.contacts)

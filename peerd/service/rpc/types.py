@@ -146,6 +146,10 @@ class Gate(Protocol):
         """True when the peer's clock counts among those by which ours is corrected."""
         ...
 
+    def waits_for(self) -> str | None:
+        """What is wrong with our own token, and what to do; None if it is valid."""
+        ...
+
     def allows(self, peer: PeerId, role: str) -> bool:
         """True when a peer that calls us is a member with `role`."""
         ...

@@ -28,6 +28,7 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
+from peerd.core.limits import STATE_PIECE_BYTES
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.state import DIGEST_BYTES, StateLayout, piece_digest
 from peerd.core.messages.swarm import Position, StateDigests, StateManifest, StatePiece, StateRelease, StateRequest
@@ -88,6 +89,11 @@ class FetchReport:
     asked: int = 0  # pieces, those asked twice and those that failed too
     liars: list[str] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def received(self) -> int:
+        """Bytes of pieces that came."""
+        return min(self.total_bytes, sum(self.by_donor.values()) * STATE_PIECE_BYTES)
 
     def text(self) -> str:
         shares = ", ".join(f"{count} from {name[-6:]}" for name, count in self.by_donor.most_common())

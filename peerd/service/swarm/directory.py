@@ -70,20 +70,30 @@ class Directory:
         self._host, self._dht, self._gate = host, dht, gate
         self.announced: dict[tuple[PeerId, int], StagePeer] = {}  # by peer and stage
         self.kept: dict[PeerId, list[Position]] = {}  # what backbones say that they keep
+        self.answered = False  # True if another peer answered the last reading: else nothing follows from it
+        self._answered_at = float("-inf")  # the last time that one did, in trio time
 
     async def refresh(self) -> dict[tuple[PeerId, int], StagePeer]:
         """Read every stage's records, and what is kept; what could not be read stays as it was."""
         keys = {stage_key(self.run, stage): stage for stage in range(self.stages)}
         try:
-            found = await self._dht.get_many([*keys, kept_key(self.run)], most_bytes=DIRECTORY_READ_BYTES)
+            wanted = [*keys, kept_key(self.run)]
+            found, self.answered = await self._dht.read(wanted, most_bytes=DIRECTORY_READ_BYTES)
         except RemoteError as error:
             log.info("the stage records of %s could not be read: %s", self.run, error)
+            self.answered = False
             return self.announced
+        if self.answered:
+            self._answered_at = trio.current_time()
         read = [(r, stage) for key, stage in keys.items() for r in found.get(key, [])]
         entries = [entry for r, stage in read if (entry := self._entry(r.publisher, r.value, stage)) is not None]
-        self.announced = fresh = _present(entries)
+        fresh = _present(entries)
+        if not self.answered and trio.current_time() - self._answered_at < RECORD_TTL_S:
+            fresh = self.announced | fresh  # nobody has said that the others are gone, and their records still live
+        self.announced = fresh
         kept = [(r.publisher, self._kept_by(r.publisher, r.value)) for r in found.get(kept_key(self.run), [])]
-        self.kept = {peer: positions for peer, positions in kept if positions}
+        told = {peer: positions for peer, positions in kept if positions}
+        self.kept = told if self.answered else self.kept | told
         return fresh
 
     def keepers(self, position: Position) -> list[PeerId]:

@@ -1,9 +1,10 @@
 """Catch-up of a member that is behind: downloads a state from its stage-mates, then replays the steps made since.
 
-A download takes a while, and the swarm goes on meanwhile. So the totals of its steps are fetched as well, from the
-moment the state is chosen, and the optimizer steps made with them: the same bits as all others have. Only when a total
-is no longer kept anywhere is a state fetched anew; a member that is a few steps late needs none at all. Also the
-donor's side: the state and totals that this peer gives to peers that come later.
+A download takes a while, and the swarm goes on meanwhile. A member whose line is too slow for the swarm's steps says
+so, and fetches no state after state (`machine/state/catch_up_pace`). So the totals of its steps are fetched as well,
+from the moment the state is chosen, and the optimizer steps made with them: the same bits as all others have. Only when
+a total is no longer kept anywhere is a state fetched anew; a member that is a few steps late needs none at all. Also
+the donor's side: the state and totals that this peer gives to peers that come later.
 
 Invariants: the member's parameters change only by its own methods (`CatchingMember`), whole, from the position that
 they were thought to be at, and by a root that most donors vouch for. A hostile donor: see `service.state.snapshot`.
@@ -25,6 +26,7 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import MemberInfo, Position, StateRequest
 from peerd.core.work import Worker
+from peerd.machine.state.catch_up_pace import CatchUpPace, Sizes
 from peerd.machine.state.failure_streak import FailureStreak
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
@@ -119,6 +121,9 @@ class CatchingUp:
         self._apart: Position | None = None  # a position of ours that the swarm's conductor never saw
         self._seen = Signal()
         self._trail: Trail | None = None
+        self._pace = CatchUpPace(services.run.limits.keep_totals)
+        self._too_slow: str | None = None  # its line is too slow, and it waits: what was said of it
+        self._total_bytes = 0  # of totals, that came so far
 
     @property
     def waits_for(self) -> str | None:
@@ -168,7 +173,9 @@ class CatchingUp:
         """
         position = self._joiner.position
         self._apart = stated if apart else None
+        self._pace.swarm_at(self._ctx.clock.now(), current.step)
         if position == current:
+            self._pace.arrived()
             self._arrived()  # also where the swarm came to us: what was waited for is not needed
         if self._goal is None and (stated != position or position == current):
             return  # a commit has come in between, or all is well
@@ -221,6 +228,8 @@ class CatchingUp:
             self._awaited = f"a peer of stage {self._stage} with the state of step {goal.step}"
             self._failed_donors = set()
             return False
+        if self._is_too_slow():
+            return False
         try:
             expected = await self._joiner.work(lambda: self._joiner.model.outline(), "outline the state")
             late_bytes = (goal.step - begun.step) * self._joiner.model.vector_outline().nbytes
@@ -241,6 +250,18 @@ class CatchingUp:
         if (count := failures.failed(trio.current_time(), type(error).__name__, reason)) is not None:
             facts = {"stage": self._stage, "reason": reason, "count": count, "retry_s": failures.pause_s}
             self._ctx.log.event("stage.download_failed", level="warning", **facts)
+
+    def _is_too_slow(self) -> bool:
+        """True while another state would come too late, too; says so once, with figures."""
+        why = self._pace.too_slow(self._ctx.clock.now(), [donor.text for donor in self._donors()])
+        if why is None:
+            self._too_slow = None
+            return False
+        if self._too_slow is None:  # the figures change all the time, and are said once
+            self._too_slow = why
+            self._ctx.log.event("stage.too_slow", level="warning", stage=self._stage, reason=why)
+        self._awaited = self._too_slow
+        return True
 
     async def _along_a_trail(self, start: Callable[[Trail], Awaitable[Position]]) -> None:
         """Replay a trail that is fetched meanwhile, from the position that `start` brings us to."""
@@ -271,12 +292,28 @@ class CatchingUp:
             self._ctx.log.event("stage.branch_left", level="warning", stage=self._stage, before=before.step, step=goal)
             await self.keep_branch(before)
         request = StateRequest(self._services.fingerprint, self._stage)
-        self._snapshots.chosen = trail.begin
-        position, items = await self._snapshots.fetch(self._donors, request, expected, self._coding)
+        donors, had, began = [donor.text for donor in self._donors()], self._total_bytes, self._ctx.clock.now()
+
+        def choose(position: Position) -> None:
+            nonlocal had, began
+            had, began = self._total_bytes, self._ctx.clock.now()
+            trail.begin(position)
+
+        self._snapshots.chosen = choose
+        try:
+            position, items = await self._snapshots.fetch(self._donors, request, expected, self._coding)
+        finally:
+            now, brought = self._ctx.clock.now(), self._total_bytes - had
+            if (report := self._snapshots.report) is not None:
+                self._pace.fetched(now, self._sizes(expected), report.received + brought, now - began, donors)
         state = await self._joiner.work(partial(state_at, position, items), "check the downloaded state")
         await self._joiner.take_over(before, position, state)
         self._ctx.log.event("stage.downloaded", stage=self._stage, step=position.step)
         return position
+
+    def _sizes(self, expected: Sequence[TensorSpec]) -> Sizes:
+        total = sum(spec.nbytes for spec in Leap.outline(self._joiner.model))
+        return Sizes(sum(spec.nbytes for spec in expected), total)
 
     async def _walk(self, position: Position, trail: Trail) -> None:
         """Make the trail's steps, to its end."""
@@ -294,6 +331,7 @@ class CatchingUp:
         request = StateRequest(self._services.fingerprint, self._stage, of=before)
         expected = Leap.outline(self._joiner.model)
         position, items = await self._snapshots.totals.fetch(self._donors, request, expected, self._coding)
+        self._total_bytes += sum(spec.nbytes for spec in expected)
         return Leap.of(position, items)
 
     def _donors(self) -> list[PeerId]:

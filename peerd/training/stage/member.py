@@ -206,7 +206,7 @@ class StageMember:
         """The first post's status; all of them under `posts`, where there are several."""
         told = [post.status() for post in self.posts]
         if not told:
-            return {"stage": -1, "step": 0, "waits_for": "a stage to serve"}
+            return {"stage": -1, "step": 0, "waits_for": self._services.view.waits_for() or "a stage to serve"}
         waits = [str(one["waits_for"]) for one in told if one["waits_for"]]
         going = {"moves": self._moving.under_way} if self._moving.under_way else {}
         more = {"posts": told, "waits_for": "; ".join(dict.fromkeys(waits)) or None} if len(told) > 1 else {}

@@ -103,6 +103,9 @@ def test_the_line_that_is_published_leads_there_from_farthest() -> None:
     circuit = parse_addr(f"/ip4/198.51.100.9/tcp/5/p2p/{BOB.peer_id.text}/p2p-circuit/p2p/{PEER}")
     found = [best_link([circuit, *addrs[:n]], ANN.peer_id, "r") for n in (0, 1, 2, 3, 4)]
     assert [link.port if link else None for link in found] == [None, 1, 2, 3, 4]
+    named = best_link([parse_addr(f"/dns/backbone.example.org/tcp/5/p2p/{PEER}"), *addrs], ANN.peer_id, "r")
+    assert named is not None
+    assert JoinLink.parse(named.text).addr == parse_addr(f"/dns/backbone.example.org/tcp/5/p2p/{PEER}")
 
 
 def test_a_volunteers_own_part_and_the_publishers_paths_stay_at_home() -> None:
@@ -110,6 +113,7 @@ def test_a_volunteers_own_part_and_the_publishers_paths_stay_at_home() -> None:
         run="r",
         bootstrap=["/ip4/198.51.100.7/tcp/1"],
         listen=["/ip4/0.0.0.0/tcp/7"],
+        announce=["/ip4/203.0.113.5/tcp/7"],
         model=ModelSection(vocab="/home/ann/secret/tok.json", layers=2),
         pipeline=PipelineSection(stages=2),
         data=DataSection(sources=[SourceSection(path="/home/ann/*.txt"), SourceSection(path="https://h.example/x")]),
@@ -118,7 +122,7 @@ def test_a_volunteers_own_part_and_the_publishers_paths_stay_at_home() -> None:
         line=LineSection(link="peerd://x", data="/home/ann/d", code=[AllowedCode(path="ann.py", digest="d")]),
     )
     told = shared_file(run)
-    for secret in (b"ann", b'"line"', b"limits", b"bootstrap", b"listen", b"hours"):
+    for secret in (b"ann", b'"line"', b"limits", b"bootstrap", b"listen", b"announce", b"hours"):
         assert secret not in told
     found = shared_run(RunFileTold(told, ANN.sign(DOMAIN + told)), "r")
     assert found.model == ModelSection(layers=2, vocab="tok.json")
@@ -137,6 +141,7 @@ def test_a_volunteers_own_part_and_the_publishers_paths_stay_at_home() -> None:
         (b'{"run":"r","limits":{"nice":0}}', r"sets limits\.nice"),
         (b'{"run":"r","bootstrap":["/ip4/198.51.100.7/tcp/1"]}', "sets bootstrap"),
         (b'{"run":"r","listen":[]}', "sets listen"),
+        (b'{"run":"r","announce":["/ip4/1.2.3.4/tcp/5"]}', "sets announce"),
         (b'{"run":"r","line":{"link":"x","data":"/home/you"}}', "sets line"),
         (b'{"run":"r","access":{"token":"/etc/passwd"}}', r"sets access\.token"),
         (b'{"run":"r","access":3}', "Expected `object`, got `int`"),

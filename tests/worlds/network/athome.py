@@ -43,6 +43,10 @@ class Homes:
 
         return program
 
+    def router(self, name: str) -> SimRouter:
+        """The router of a node that has been started."""
+        return self._routers[name, self._internet.net.nodes[name].ip]
+
     def restart_router(self, name: str) -> None:
         """Switch a node's router off and on: it forgets all mappings, and no link through it lives on."""
         machine = self._internet.net.nodes[name]

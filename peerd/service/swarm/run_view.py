@@ -1,0 +1,107 @@
+"""View that a newcomer has of its run: whether it knows enough to take a stage, to conduct, or to begin the run.
+
+A peer without a view reads an empty directory, and would begin a second swarm beside the live one. So it waits until
+the directory has answered, no clock that it knows says that records cannot be understood, its token is valid, and one
+of the members that the directory shows can be reached, or none is shown. Records of members that are gone expire within
+a minute. A peer without bootstrap addresses is the first of its run, by its user's word, as is one with `alone`. Once
+there is a view it stays for the life of the process: a peer that loses everybody later goes on.
+
+Hostile input: records of members that never answer, renewed for ever, keep newcomers waiting where no honest member
+answers; the reason names them, and the user may begin with `--alone`. A bootstrap peer may show any clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Iterable
+from random import Random
+from typing import Final
+
+import trio
+
+from peerd.core.errors import Unreachable
+from peerd.core.ids import PeerId
+from peerd.net.host.host import Host
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.types import Gate
+from peerd.service.swarm.directory import RECORD_TTL_S, Directory
+
+_LOOK_S: Final = 1.0  # between two looks
+_CLOCK_S: Final = 5.0  # for the first clock to be compared once the directory has answered
+_NAMED: Final = 3  # peers in a sentence
+
+Reachable = Callable[[Iterable[PeerId]], Awaitable[set[PeerId]]]
+
+
+class RunView:
+    """See the module's header. `reachable`: returns those of some peers that can be connected now."""
+
+    def __init__(
+        self, net: tuple[Host, Dht], directory: Directory, gate: Gate | None, reachable: Reachable, rng: Random
+    ) -> None:
+        self.alone = False  # begin without others, by the user's word
+        self.advice = "give --alone to begin without"
+        self._host, self._dht = net
+        self._directory, self._gate, self._reachable, self._rng = directory, gate, reachable, rng
+        self._turn = trio.Lock()
+        self._missing: str | None = "the first answer of the directory"
+        self._answered_at = math.inf  # trio time
+
+    @property
+    def clear(self) -> bool:
+        """True once there is a view."""
+        return self._missing is None
+
+    def waits_for(self) -> str | None:
+        """What the view lacks, the cause first; None once there is one."""
+        return self._missing
+
+    def cause(self) -> str | None:
+        """Cause by which this peer may see nobody though others are there: its clock, or its token; None: neither."""
+        return self._dht.clock_problem() or (self._gate.waits_for() if self._gate is not None else None)
+
+    async def settled(self, patience_s: float = math.inf) -> None:
+        """Wait for a view; Unreachable says what it lacks after `patience_s`."""
+        with trio.move_on_after(patience_s):
+            while not self.clear:
+                async with self._turn:  # of several that wait one looks
+                    if not self.clear:
+                        self._missing = await self._look()
+                if not self.clear:
+                    await trio.sleep(_LOOK_S)
+        if self._missing is not None:
+            raise Unreachable(f"{self._missing}; waited for {patience_s:g} s")
+
+    async def _look(self) -> str | None:
+        if self.alone:
+            return None
+        members = {peer for peer, _ in await self._directory.refresh() if peer != self._host.id}
+        if cause := self.cause():
+            return cause
+        if not self._directory.answered:
+            if not self._dht.entries.given:
+                return None  # the first of its run
+            return self._dht.entries.waits_for() or "an answer of the directory"
+        self._answered_at = min(self._answered_at, trio.current_time())
+        if not self._dht.clocks_compared and trio.current_time() - self._answered_at < _CLOCK_S:
+            return "the clock of another peer, to compare this machine's with"
+        if members and not await self._reachable(self._drawn(members)):
+            return self._silent(sorted(members))
+        return None
+
+    def _drawn(self, members: Iterable[PeerId]) -> list[PeerId]:
+        """All members, those that we are linked with first, others in an order of this look alone.
+
+        Of very many only the first are tried: nobody can put those that never answer before the others for ever.
+        """
+        linked, order = set(self._host.connected()), sorted(members)
+        self._rng.shuffle(order)
+        return sorted(order, key=lambda peer: peer not in linked)
+
+    def _silent(self, members: list[PeerId]) -> str:
+        named = ", ".join(peer.short for peer in members[:_NAMED])
+        more = f" and {len(members) - _NAMED} more" if len(members) > _NAMED else ""
+        return (
+            f"an answer of a member: the directory shows {named}{more}, and none can be reached. Records of peers that "
+            f"are gone expire within {RECORD_TTL_S:g} s; {self.advice}"
+        )
