@@ -261,6 +261,7 @@ GRANTED_TRAINERS: Final = 1024  # trainers' grants, due and early, that are not 
 ESTABLISHED_MEMBERS: Final = 4096  # of one stage, remembered as part of the run: as many as it may have
 RECEIPTS_LOOKED_AT: Final = 16  # of one trainer's, when a member denies many: two thousandths of a second
 PROBATION_PLACES: Final = 4096  # places whose newcomers were let go; the oldest makes room
+PROBATION_PEERS: Final = 4096  # newcomers that were let go, likewise
 LEASHED_TRAINERS: Final = 1024  # that are remembered for what they did not finish, here or gone: twice LINKS
 TERM_JUMP: Final = 1024  # how far above ours a term may be: so many conductors in the time that one is away
 TERM_FIRST: Final = 1 << 32  # of the first that one hears of: far more conductors than any run has

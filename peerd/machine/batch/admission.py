@@ -149,10 +149,13 @@ class Admission:
         self._patience += now > self._ran_out_at
         self._ran_out_at = now
 
-    def strike(self, now: float, trainer: str, under_way: int) -> int:
-        """The trainer stood in the way of the step with so many under way: it gets less; how often by now."""
+    def strike(self, now: float, trainer: str, under_way: int, *, proven: bool = False) -> int:
+        """The trainer stood in the way of the step with so many under way: it gets less; how often by now.
+
+        `proven`: as in `Probation.failed`.
+        """
         if self.is_newcomer(trainer):
-            self.probation.failed(now, trainer)
+            self.probation.failed(now, trainer, proven=proven)
         leash = self._leashes.setdefault(trainer, Leash())
         known = self._trainers.get(trainer)
         return leash.strike(now, under_way, known is not None and known.turn_s > 0)
@@ -164,6 +167,8 @@ class Admission:
     def step_made(self, helped: Iterable[str]) -> None:
         """Record that these helped to make a step; a trainer that had stood in the way recovers."""
         for trainer in helped:
+            if trainer not in self._proven:
+                self.probation.helped(trainer)
             self._proven[trainer] = None
         self._seasoned = {trainer for trainer in self._trainers if trainer in self._proven}
         for trainer in [trainer for trainer, leash in self._leashes.items() if not leash.step_made()]:

@@ -213,6 +213,10 @@ class Conductor:
         """Members that have not yet done what they were asked to: average, or move."""
         return self.course.moving or self._closing.awaited()
 
+    def keeps_out(self, now: float, peer: str) -> str:
+        """The reason that a newcomer is not let in for now; "" where it is."""
+        return self._blame.why_out(now, peer)
+
     def whole_in_s(self, now: float) -> float | None:
         """Seconds until the batch is whole; None: unknown, or the step is blocked by something else."""
         if self.phase is Phase.OPEN and not self._blocked():
@@ -227,6 +231,7 @@ class Conductor:
             return
         if not self.roster.has_room(peer):
             return
+        self._blame.let_in(now, peer)
         if known is not None and (known.session != hello.session or known.stage != hello.stage):
             self._step.lose(now, peer)
         entry = self.roster.enter(hello)
@@ -251,6 +256,7 @@ class Conductor:
             return
         entry = self.roster.entries[peer]
         if self.course.commits:
+            self._blame.helped(peer)
             self.search.established.add(peer, entry.stage)
         self.roster.move(peer, position, stepped=self.course.commits)
 

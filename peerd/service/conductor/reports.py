@@ -89,7 +89,7 @@ class Reports:
         await self._driver.wait_for_news(MEMBERS, lambda: machine.members_version != body.seen, tenure, wait_s)
         self._still(tenure, name)
         resend = not helps and (resend or not machine.is_member(name, body.session))
-        return Answer(self._to_member(tenure, body, resend=resend))
+        return Answer(self._to_member(tenure, name, body, resend=resend))
 
     def _check_post(self, machine: Conductor, peer: str, stage: int) -> None:
         """Refused: a stage that the run does not have, or more posts than one identity may take up."""
@@ -124,13 +124,13 @@ class Reports:
         if machine.members_version != version:
             self._driver.wake_waiting()
 
-    def _to_member(self, tenure: Tenure, body: MemberSync, *, resend: bool) -> MemberAnswer:
+    def _to_member(self, tenure: Tenure, name: str, body: MemberSync, *, resend: bool) -> MemberAnswer:
         machine = tenure.machine
         return MemberAnswer(
             term=tenure.term,
             current=machine.settled,
             complete=machine.phase is Phase.COMPLETE,
-            waits_for=tenure.waits_for(),
+            waits_for=tenure.waits_for_of(name),
             resend=resend,
             version=machine.members_version,
             members=tenure.members_since(body.listed),
@@ -168,7 +168,7 @@ class Reports:
             counted=_seqs(machine.counted(name, body.step)),
             evaluate=machine.evaluates(name),
             complete=machine.phase is Phase.COMPLETE,
-            waits_for=tenure.waits_for(),
+            waits_for=tenure.waits_for_of(name),
             version=machine.version(name),
             members=tenure.members_since(body.seen_members),
             forecast=tenure.forecast(),
