@@ -1,6 +1,6 @@
 """Probation of newcomers, peers that have not yet helped to make a step: how long each waits after it stood in the way.
 
-A failure counts against the identity that failed. Most failures prove nothing about other peers: one that was killed, or
+A failure counts against the identity that failed. Most prove nothing about other peers: one that was killed, or
 whose machine is overloaded, looks like one that is silent on purpose. Identities are free, though; places (an address,
 an IPv6 /64) are not. So each place has an account. Failures of its newcomers raise it, each newcomer that helps to make
 a step lowers it. From `_SEVERAL` on, newcomers of the place are let in one at a time: one each step, then one in
@@ -91,7 +91,8 @@ class Probation:
     def helped(self, newcomer: str) -> None:
         """This newcomer has helped to make a step: that makes up for one failure at its place."""
         self._peers.pop(newcomer, None)
-        if (place := self._places.get(self._place_of(newcomer))) is not None:
+        place = self._places.get(self._place_of(newcomer)) if self._places else None
+        if place is not None:
             place.times = max(0, place.times - 1)
             if place.times < _SEVERAL:
                 place.step = 0

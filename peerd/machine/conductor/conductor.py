@@ -111,7 +111,7 @@ class Conductor:
 
     def wake_at(self, now: float) -> float:
         """The time at which `wake` is due at the latest."""
-        due = min(now + _IDLE_S, self.search.due(now))
+        due = min(now + _IDLE_S, self.search.due(now), self._step.move_due())
         if self.phase is Phase.CLOSING and (close_due := self._step.close_due(now)) is not None:
             due = min(due, close_due)
         if self.phase is Phase.OPEN and self.batches.due.full:
@@ -256,6 +256,7 @@ class Conductor:
             return
         entry = self.roster.entries[peer]
         if self.course.commits:
+            self._step.moved(now, peer)
             self._blame.helped(peer)
             self.search.established.add(peer, entry.stage)
         self.roster.move(peer, position, stepped=self.course.commits)
@@ -273,6 +274,7 @@ class Conductor:
         self.search.look(now)
         if course.phase is Phase.GATHERING and self.search.is_over(now):
             self._decide_position(now)
+        self._step.leave_late(now)
         if course.phase is Phase.MOVING and not course.moving:
             self._arrive(now)
         if course.phase in (Phase.OPEN, Phase.CLOSING) and self.search.falls_back(now):
