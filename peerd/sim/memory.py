@@ -205,7 +205,7 @@ class MemoryTransport:
 
     def can_dial(self, addr: Multiaddr) -> bool:
         place = tcp_place(addr)
-        return _is_memory(addr) or (place is not None and place.family == "ip4" and place.port != 0)
+        return _is_memory(addr) or (place is not None and place.family in ("ip4", "ip6") and place.port != 0)
 
     async def dial(self, addr: Multiaddr, *, fresh: bool = False) -> MemoryLink:
         net, here = self._net, self._node
