@@ -32,6 +32,7 @@ class Blame:
         self._verify, self._probation = origin.verify, Probation(origin.place_of)
         batches.trainers.probation, batches.verify, batches.tell = self._probation, origin.verify, self.note
         self._standing = Standing(ban_s)
+        self._declined = Probation()  # each member by itself
         self._refusals: dict[str, set[str]] = {}  # member -> trainers whose microbatches it could not sum
         self.aside: list[PutAside] = []  # members that the conductor is to let go of: it takes them from here
         self.shrank = False  # microbatches were dropped: the batch is not whole; the conductor takes this too
@@ -47,6 +48,8 @@ class Blame:
 
     def why_out(self, now: float, peer: str) -> str:
         """The reason that a newcomer is kept out; "" for other peers, and where it is let in."""
+        if declined := self._declined.own_reason(now, peer):
+            return declined
         if peer in self._established:
             return ""
         own = self._probation.own_reason(now, peer_of(peer))
@@ -62,6 +65,7 @@ class Blame:
 
     def helped(self, peer: str) -> None:
         """A member has helped to make a step."""
+        self._declined.helped(peer)
         if peer not in self._established:
             self._probation.helped(peer_of(peer))
 
@@ -69,6 +73,7 @@ class Blame:
         """A step was made: all strikes fade."""
         self._standing.step_made()
         self._probation.step_made()
+        self._declined.step_made()
         self._refusals.clear()
 
     # --- members ----------------------------------------------------------------------------------------------
@@ -86,6 +91,14 @@ class Blame:
         """
         seconds = self._probation.failed(now, peer_of(newcomer), proven=proven)
         self._put(PutAside(newcomer, seconds, why, briefly=not proven))
+
+    def declined(self, now: float, member: str, *, others: bool) -> None:
+        """A member takes no orders from this conductor: it lost us for a moment, or follows another one. It may return.
+
+        `others`: its stage can average without it, so it sits out the next step, or more of them if that goes on.
+        """
+        seconds = self._declined.failed(now, member) if others else 0.0
+        self._put(PutAside(member, seconds, "takes no orders from this conductor", briefly=True))
 
     def failed(self, now: float, member: str, why: str) -> None:
         """Count a failure that is certainly the member's own; often enough, and it is put aside."""

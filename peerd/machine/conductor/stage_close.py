@@ -163,6 +163,9 @@ class Closing:
         close.waiting.discard(end.peer)
         if end.ok:
             self._ok(now, close, end)
+        elif end.declines:
+            self.blame.declined(now, end.peer, others=len(close.group) > 1)
+            self._fail(now, close)
         elif self.blame.newcomers(close.group, [end.peer]):
             self.blame.let_go(now, end.peer, "failed averaging")  # and its report of others is ignored
             self._fail(now, close)

@@ -10,6 +10,7 @@ from peerd.machine.batch.probation import Probation
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.swarm.events import (
     ConductorConfig,
+    MemberGone,
     MoveEnded,
     Note,
     Origin,
@@ -241,6 +242,38 @@ def test_any_number_of_identities_of_one_address_spoil_one_attempt_in_some_steps
     assert swarm.position.step == 41
     assert max(spoiled[2:]) <= 1
     assert sum(spoiled) < 15
+
+
+def test_a_member_that_follows_another_conductor_for_a_moment_is_back_with_the_next_step() -> None:
+    swarm = Swarm()
+    for _ in range(5):
+        swarm.fill()
+        for _ in range(3):
+            for order in [order for order in swarm.orders() if order.peer == "c@home"]:
+                swarm.tell(PrepareEnded("c@home", order.attempt, False, declines=True))
+            swarm.tell(hello("c@home", swarm.position))
+            swarm.pass_s(6.0)
+        assert swarm.here() == {"a@home", "b@home"}, "it spoils one attempt"
+        for order in swarm.orders():
+            swarm.tell(PrepareEnded(order.peer, order.attempt, True, digest=b"same"))
+        for move in [output for output in swarm.outputs if isinstance(output, SendMove)]:
+            swarm.tell(MoveEnded(move.peer, move.target))
+        assert not any("put aside" in note for note in swarm.notes())
+        swarm.outputs.clear()
+        swarm.tell(hello("c@home", swarm.position))
+        assert "c@home" in swarm.here()
+        swarm.step()
+
+
+def test_the_only_member_of_a_stage_that_declines_an_order_may_return_at_once() -> None:
+    swarm = Swarm()
+    for peer in "bc":
+        swarm.tell(MemberGone(f"{peer}@home"))
+    swarm.fill()
+    swarm.tell(PrepareEnded("a@home", swarm.orders()[0].attempt, False, declines=True))
+    assert swarm.here() == set()
+    swarm.tell(hello("a@home", swarm.position))
+    assert swarm.here() == {"a@home"}
 
 
 def test_whoever_helped_to_make_a_step_is_no_newcomer() -> None:
