@@ -55,6 +55,7 @@ async def churned(roles: Roles, joiners: int, within_s: float, seed: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.thorough
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("joiners", "within_s", "stages", "seed"),
     [(10, 42.0, 2, 1), thorough(40, 60.0, 2, 1), thorough(40, 60.0, 3, 2)],
