@@ -182,6 +182,15 @@ class Admission:
             return 0 if self.probation.waits(now, trainer) else 1
         return most
 
+    def why_nothing(self, now: float, trainer: str) -> str:
+        """The text on why the trainer gets no microbatch for now; "" where nothing is against it."""
+        if self._given(now, trainer) != 0:
+            return ""
+        leash = self._leashes.get(trainer)
+        if leash is not None and leash.until > now:
+            return "a pause, since this trainer did not finish microbatches that it was given"
+        return self.probation.own_reason(now, trainer) or self.probation.places_reason(now, trainer)
+
     def _somebody_is_rested(self, now: float) -> bool:
         return any(name not in self._leashes or self._leashes[name].until <= now for name in self._trainers)
 

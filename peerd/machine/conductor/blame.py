@@ -43,11 +43,13 @@ class Blame:
         self.out.append(Note(text))
 
     def keeps_out(self, now: float, peer: str) -> bool:
-        """True when this peer is put aside, or a newcomer from a place whose newcomers are on probation."""
-        return self._standing.banned(peer, now) or bool(self.why_out(now, peer))
+        """True when this peer is put aside, sits out some steps, or is a newcomer that has to wait."""
+        return bool(self.why_out(now, peer))
 
     def why_out(self, now: float, peer: str) -> str:
-        """The reason that a newcomer is kept out; "" for other peers, and where it is let in."""
+        """The reason that a peer is kept out; "" where it is let in."""
+        if self._standing.banned(peer, now):
+            return "a pause, since this peer has often stood in the way of steps"
         if declined := self._declined.own_reason(now, peer):
             return declined
         if peer in self._established:

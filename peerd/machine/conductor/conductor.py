@@ -214,8 +214,12 @@ class Conductor:
         return self.course.moving or self._closing.awaited()
 
     def keeps_out(self, now: float, peer: str) -> str:
-        """The reason that a newcomer is not let in for now; "" where it is."""
+        """The reason that a member, or a helper, is not let in for now; "" where it is."""
         return self._blame.why_out(now, peer)
+
+    def holds_back(self, now: float, trainer: str) -> str:
+        """The reason that a trainer gets no microbatch for now, where that is the trainer's own; else ""."""
+        return self.batches.trainers.why_nothing(now, trainer)
 
     def whole_in_s(self, now: float) -> float | None:
         """Seconds until the batch is whole; None: unknown, or the step is blocked by something else."""

@@ -276,6 +276,34 @@ def test_the_only_member_of_a_stage_that_declines_an_order_may_return_at_once() 
     assert swarm.here() == {"a@home"}
 
 
+def test_a_newcomer_that_is_not_let_in_hears_why() -> None:
+    swarm = Swarm()
+    for number in range(4):
+        swarm.tell(hello(f"liar {number}@there", swarm.position))
+    swarm.fill()
+    for number in range(4):
+        swarm.tell(PrepareEnded(f"liar {number}@there", swarm.orders()[0].attempt, False))
+        swarm.pass_s(6.0)
+    swarm.tell(hello("next@there", swarm.position))
+    assert "next@there" not in swarm.here()
+    assert "are let in one at a time" in swarm.conductor.keeps_out(swarm.now, "next@there")
+    assert "sits out" in swarm.conductor.keeps_out(swarm.now, "liar 3@there")
+    assert swarm.conductor.keeps_out(swarm.now, "a@home") == ""
+    assert swarm.conductor.keeps_out(swarm.now, "friend@elsewhere") == ""
+
+
+def test_a_trainer_that_gets_nothing_hears_why_and_one_that_has_helped_is_not_held_back() -> None:
+    batches = trained()
+    trainers = batches.trainers
+    for number in range(4):
+        trainers.report(f"late {number}@home", (0,))
+        batches.strike(2.0, f"late {number}@home")
+    trainers.report("next@home", (0,))
+    assert "one at a time" in trainers.why_nothing(2.0, "next@home")
+    assert "did not finish" in trainers.why_nothing(2.0, "late 3@home")
+    assert trainers.why_nothing(2.0, "t@home") == ""
+
+
 def test_whoever_helped_to_make_a_step_is_no_newcomer() -> None:
     swarm = Swarm()
     swarm.tell(hello("d@there", swarm.position))
