@@ -12,10 +12,10 @@ import math
 
 from peerd.core.messages.swarm import Position
 from peerd.machine.batch.batches import Batches, StageView
-from peerd.machine.conductor.late_movers import LateMovers
 from peerd.machine.conductor.phases import Course, Phase
 from peerd.machine.conductor.stage_close import Closing
 from peerd.machine.swarm.events import ConductorConfig, Note, Output, SendMove, TrainerReport
+from peerd.machine.swarm.late_movers import LateMovers
 from peerd.machine.swarm.latecomers import Latecomers
 from peerd.machine.swarm.roster import Roster
 
