@@ -266,6 +266,7 @@ SEEN_POSITIONS: Final = 64  # the newest that a peer remembers to have been the 
 COMMIT_PROOFS: Final = 8  # proofs of positions that a peer holds: of the newest checkpoints
 RECEIPTS_LOOKED_AT: Final = 16  # of one trainer's, when a member denies many: two thousandths of a second
 PROBATION_PLACES: Final = 4096  # places whose newcomers were let go; the oldest makes room
+PROBATION_PEERS: Final = 4096  # newcomers that were let go, likewise
 LEASHED_TRAINERS: Final = 1024  # that are remembered for what they did not finish, here or gone: twice LINKS
 TERM_JUMP: Final = 1024  # how far above ours a term may be: so many conductors in the time that one is away
 TERM_FIRST: Final = 1 << 32  # of the first that one hears of: far more conductors than any run has

@@ -1,6 +1,6 @@
 """The memory transport: `peerd.net.transport`'s contract over a SimNet, one transport per node.
 
-Addresses are `/ip4/<ip of a node>/tcp/<port>`, so that all code about addresses works as with real ones, or
+Addresses are `/ip4/<ip of a node>/tcp/<port>`, or /ip6, so that all code about addresses works as with real ones, or
 `/memory/<n>`. Dialling takes a round trip, as TCP does; an address where nobody answers costs the repeats of the
 first packet and then fails. Links carry bytes in order, with the errors that the contract names. Nothing here knows
 about latency or rates: that is `wire` and `simnet`.
@@ -205,7 +205,7 @@ class MemoryTransport:
 
     def can_dial(self, addr: Multiaddr) -> bool:
         place = tcp_place(addr)
-        return _is_memory(addr) or (place is not None and place.family == "ip4" and place.port != 0)
+        return _is_memory(addr) or (place is not None and place.family in ("ip4", "ip6") and place.port != 0)
 
     async def dial(self, addr: Multiaddr, *, fresh: bool = False) -> MemoryLink:
         net, here = self._net, self._node
@@ -278,7 +278,7 @@ class MemoryTransport:
             return Multiaddr(_MEMORY + (_FIRST_MEMORY + self._net.next_memory).to_bytes(8, "big"))
         place = tcp_place(addr)
         if place is None or place.host not in ("0.0.0.0", self._node.ip):
-            raise ConfigError(f"can't listen on {addr}: this node has only /ip4/{self._node.ip}/tcp/<port>")
+            raise ConfigError(f"can't listen on {addr}: this node has only {tcp_addr(self._node.ip, 0)} with any port")
         port = place.port
         while port == 0 or (place.port == 0 and str(tcp_addr(self._node.ip, port)) in self._node.listeners):
             port = _port(self._node, _FIRST_PORT)

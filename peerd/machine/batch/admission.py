@@ -149,10 +149,13 @@ class Admission:
         self._patience += now > self._ran_out_at
         self._ran_out_at = now
 
-    def strike(self, now: float, trainer: str, under_way: int) -> int:
-        """The trainer stood in the way of the step with so many under way: it gets less; how often by now."""
+    def strike(self, now: float, trainer: str, under_way: int, *, proven: bool = False) -> int:
+        """The trainer stood in the way of the step with so many under way: it gets less; how often by now.
+
+        `proven`: as in `Probation.failed`.
+        """
         if self.is_newcomer(trainer):
-            self.probation.failed(now, trainer)
+            self.probation.failed(now, trainer, proven=proven)
         leash = self._leashes.setdefault(trainer, Leash())
         known = self._trainers.get(trainer)
         return leash.strike(now, under_way, known is not None and known.turn_s > 0)
@@ -168,6 +171,8 @@ class Admission:
     def step_made(self, helped: Iterable[str]) -> None:
         """Record that these helped to make a step; a trainer that had stood in the way recovers."""
         for trainer in helped:
+            if trainer not in self._proven:
+                self.probation.helped(trainer)
             self._proven[trainer] = None
         self._seasoned = {trainer for trainer in self._trainers if trainer in self._proven}
         for trainer in [trainer for trainer, leash in self._leashes.items() if not leash.step_made()]:
@@ -180,6 +185,15 @@ class Admission:
         if most != 0 and self.is_newcomer(trainer):  # one microbatch, until a step has counted one
             return 0 if self.probation.waits(now, trainer) else 1
         return most
+
+    def why_nothing(self, now: float, trainer: str) -> str:
+        """The text on why the trainer gets no microbatch for now; "" where nothing is against it."""
+        if self._given(now, trainer) != 0:
+            return ""
+        leash = self._leashes.get(trainer)
+        if leash is not None and leash.until > now:
+            return "a pause, since this trainer did not finish microbatches that it was given"
+        return self.probation.own_reason(now, trainer) or self.probation.places_reason(now, trainer)
 
     def _somebody_is_rested(self, now: float) -> bool:
         return any(name not in self._leashes or self._leashes[name].until <= now for name in self._trainers)

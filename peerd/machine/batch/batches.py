@@ -128,7 +128,7 @@ class Batches:
         if len(done.holders) != len(self._stages) or mb in self.counted or mb in self._void:
             return False
         if self.trainers.is_newcomer(mb.trainer) and not self._shows(step, mb, done):
-            self.strike(now, mb.trainer)
+            self.strike(now, mb.trainer, proven=True)
             self.tell(f"trainer …{mb.trainer[-8:]} is new and credits peers without their receipts: it is given less")
             return self.void([mb])
         if not ledger.admit(mb, now):
@@ -206,10 +206,13 @@ class Batches:
         late = {name: len(self._late(self.due, settled, lateness, name)) for name in sorted(suspects)}
         return {name: count for name, count in late.items() if count}
 
-    def strike(self, now: float, trainer: str) -> int:
-        """The trainer stood in the way of the step: it gets less than it has under way; how often by now."""
+    def strike(self, now: float, trainer: str, *, proven: bool = False) -> int:
+        """The trainer stood in the way of the step: it gets less than it has under way; how often by now.
+
+        `proven`: as in `Probation.failed`.
+        """
         under_way = self.due.under_way[trainer] + self.early.under_way[trainer]
-        return self.trainers.strike(now, trainer, under_way)
+        return self.trainers.strike(now, trainer, under_way, proven=proven)
 
     def void(self, mbs: Iterable[Mb]) -> bool:
         """These do not count, whatever is said of them later; True: `due` shrank."""

@@ -1,10 +1,13 @@
-"""Probation of newcomers, peers that have not yet helped to make a step, and the account of each place.
+"""Probation of newcomers, peers that have not yet helped to make a step: how long each waits after it stood in the way.
 
-Identities are free, so what one did wrong says nothing of the next; places (an address, an IPv6 /64) are not. A
-newcomer that spoils an attempt, or does not finish what it was given, is let go at once, and all newcomers from its
-place wait: longer each time, until that fades. A peer that has helped to make a step is on its own account from then
-on, wherever it connects from. Decides only; the caller knows which peers have helped, and where each one is. Hostile
-input: any number of identities; those of many places cost steps a moment for each, then less and less.
+A failure counts against the identity that failed. Most prove nothing about other peers: one that was killed, or
+whose machine is overloaded, looks like one that is silent on purpose. Identities are free, though; places (an address,
+an IPv6 /64) are not. So each place has an account. Failures of its newcomers raise it, each newcomer that helps to make
+a step lowers it. From `_SEVERAL` on, newcomers of the place are let in one at a time: one each step, then one in
+two, four ... steps. Only proven faults, such as a forged receipt, of several identities make all newcomers of a place
+wait for some time. A peer that has helped to make a step is on its own account from then on, wherever it connects from.
+Decides only; the caller knows which peers have helped, and where each one is. Hostile input: any number of identities;
+those of one place spoil one attempt in a step at most, then in fewer and fewer steps.
 """
 
 from __future__ import annotations
@@ -14,18 +17,35 @@ from dataclasses import dataclass
 from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.limits import PROBATION_PLACES
+from peerd.core.limits import PROBATION_PEERS, PROBATION_PLACES
 
 _WAIT_S: Final = 15.0  # the first time
 _WAIT_MOST_S: Final = 600.0  # a household or a school may stand behind one address
 _FADES_S: Final = 1800.0  # after so long without another, one time is forgotten
+_SEVERAL: Final = 3  # failures at one place, less the newcomers that helped since, until newcomers come one at a time
+_PROVEN: Final = 2  # identities of one place whose faults are proven, until all its newcomers wait
+_DOUBLINGS: Final = 6
 
 
 @dataclass(slots=True)
 class _Account:
-    times: int
-    last: float
-    until: float
+    """One place, or one identity: failures, and the step and time of which the first ends the wait after the last."""
+
+    times: int = 0
+    last: float = 0.0
+    step: int = 0
+    until: float = 0.0
+    proven: int = 0  # identities of a place
+    proven_until: float = 0.0
+
+    def fade(self, now: float) -> None:
+        """Forget what is long ago."""
+        if faded := int((now - self.last) / _FADES_S):
+            self.times, self.proven = max(0, self.times - faded), max(0, self.proven - faded)
+            self.last += faded * _FADES_S
+
+    def waits(self, now: float, step: int) -> bool:
+        return now < self.proven_until or (now < self.until and step < self.step)
 
 
 class Probation:
@@ -35,21 +55,79 @@ class Probation:
 
     def __init__(self, place_of: Callable[[str], str] | None = None) -> None:
         self._place_of = place_of or (lambda peer: peer)
-        self._accounts = BoundedDict[str, _Account](PROBATION_PLACES)  # by place
+        self._places = BoundedDict[str, _Account](PROBATION_PLACES)
+        self._peers = BoundedDict[str, _Account](PROBATION_PEERS)
+        self._step = 0  # number of steps made
 
     def waits(self, now: float, newcomer: str) -> bool:
-        """True while this newcomer has to wait, for what others from its place did."""
-        account = self._accounts.get(self._place_of(newcomer)) if self._accounts else None
-        return account is not None and account.until > now
+        """True while this newcomer has to wait, for what it did or for what others from its place did."""
+        return bool(self.own_reason(now, newcomer) or self.places_reason(now, newcomer))
+
+    def own_reason(self, now: float, newcomer: str) -> str:
+        """The text on why this newcomer has to wait for what it did itself; "" where it has not."""
+        own = self._peers.get(newcomer)
+        return "this peer held up a step, and sits out the next ones" if own and own.waits(now, self._step) else ""
+
+    def places_reason(self, now: float, newcomer: str) -> str:
+        """The text on why this newcomer has to wait for what others from its place did; "" where it has not."""
+        place = self._places.get(self._place_of(newcomer)) if self._places else None
+        if place is None or not place.waits(now, self._step):
+            return ""
+        if now < place.proven_until:
+            return "several newcomers at this peer's address did what only a faulty or hostile peer does"
+        return "newcomers at this peer's address held up steps, and are let in one at a time"
 
     def times(self, now: float, newcomer: str) -> int:
-        """Number of times that newcomers from its place were let go, as far as it is remembered."""
-        account = self._accounts.get(self._place_of(newcomer)) if self._accounts else None
-        return 0 if account is None else max(0, account.times - int((now - account.last) / _FADES_S))
+        """Number of failures of newcomers from its place that no other one from there has made up for."""
+        place = self._account(now, self._places, self._place_of(newcomer), kept=False)
+        return place.times
 
-    def failed(self, now: float, newcomer: str) -> float:
-        """Record that the newcomer stood in the way; returns for how many seconds newcomers from its place wait now."""
-        times, place = self.times(now, newcomer), self._place_of(newcomer)
-        seconds: float = min(_WAIT_S * 2.0**times, _WAIT_MOST_S)
-        self._accounts[place] = _Account(min(times + 1, 8), now, now + seconds)
-        return seconds
+    def let_in(self, now: float, newcomer: str) -> None:
+        """This newcomer is let in: of a place that is watched, it is the only one for a step."""
+        place = self._places.get(self._place_of(newcomer)) if self._places else None
+        if place is not None and place.times >= _SEVERAL:
+            place.step, place.until = max(place.step, self._step + 1), max(place.until, now + _WAIT_S)
+
+    def helped(self, newcomer: str) -> None:
+        """This newcomer has helped to make a step: that makes up for one failure at its place."""
+        self._peers.pop(newcomer, None)
+        place = self._places.get(self._place_of(newcomer)) if self._places else None
+        if place is not None:
+            place.times = max(0, place.times - 1)
+            if place.times < _SEVERAL:
+                place.step = 0
+
+    def step_made(self) -> None:
+        """A step was made."""
+        self._step += 1
+
+    def failed(self, now: float, newcomer: str, *, proven: bool = False) -> float:
+        """Record that the newcomer stood in the way; returns the most seconds that it waits itself.
+
+        `proven`: by its own fault, and not because it was killed, overloaded or out of reach.
+        """
+        own = self._account(now, self._peers, newcomer)
+        place = self._account(now, self._places, self._place_of(newcomer))
+        place.proven += proven and not own.proven
+        own.proven |= proven
+        for account, excess in ((own, own.times), (place, place.times + 1 - _SEVERAL)):
+            account.times, account.last = min(account.times + 1, _SEVERAL + _DOUBLINGS), now
+            if excess >= 0:
+                account.step = self._step + 2 ** min(excess, _DOUBLINGS)
+                account.until = now + _wait_s(excess)
+        if proven:
+            own.proven_until = own.until
+        if place.proven >= _PROVEN:
+            place.proven_until = now + _wait_s(place.proven - _PROVEN)
+        return own.until - now
+
+    def _account(self, now: float, among: BoundedDict[str, _Account], name: str, *, kept: bool = True) -> _Account:
+        account = among.get(name) or _Account(last=now)
+        account.fade(now)
+        if kept:
+            among[name] = account
+        return account
+
+
+def _wait_s(times: int) -> float:
+    return min(_WAIT_S * 2.0 ** min(times, _DOUBLINGS), _WAIT_MOST_S)

@@ -32,6 +32,7 @@ class Blame:
         self._verify, self._probation = origin.verify, Probation(origin.place_of)
         batches.trainers.probation, batches.verify, batches.tell = self._probation, origin.verify, self.note
         self._standing = Standing(ban_s)
+        self._declined = Probation()  # each member by itself
         self._refusals: dict[str, set[str]] = {}  # member -> trainers whose microbatches it could not sum
         self.aside: list[PutAside] = []  # members that the conductor is to let go of: it takes them from here
         self.shrank = False  # microbatches were dropped: the batch is not whole; the conductor takes this too
@@ -42,13 +43,39 @@ class Blame:
         self.out.append(Note(text))
 
     def keeps_out(self, now: float, peer: str) -> bool:
-        """True when this peer is put aside, or a newcomer from a place whose newcomers are on probation."""
-        newcomer = self._roster.session(peer) is None and peer not in self._established
-        return self._standing.banned(peer, now) or (newcomer and self._probation.waits(now, peer))
+        """True when this peer is put aside, sits out some steps, or is a newcomer that has to wait."""
+        return bool(self.why_out(now, peer))
+
+    def why_out(self, now: float, peer: str) -> str:
+        """The reason that a peer is kept out; "" where it is let in."""
+        if self._standing.banned(peer, now):
+            return "a pause, since this peer has often stood in the way of steps"
+        if declined := self._declined.own_reason(now, peer):
+            return declined
+        if peer in self._established:
+            return ""
+        own = self._probation.own_reason(now, peer_of(peer))
+        return own or ("" if self._is_member(peer) else self._probation.places_reason(now, peer_of(peer)))
+
+    def let_in(self, now: float, peer: str) -> None:
+        """A peer that is not kept out becomes a member."""
+        if not self._is_member(peer) and peer not in self._established:
+            self._probation.let_in(now, peer_of(peer))
+
+    def _is_member(self, peer: str) -> bool:
+        return self._roster.session(peer) is not None
+
+    def helped(self, peer: str) -> None:
+        """A member has helped to make a step."""
+        self._declined.helped(peer)
+        if peer not in self._established:
+            self._probation.helped(peer_of(peer))
 
     def step_made(self) -> None:
         """A step was made: all strikes fade."""
         self._standing.step_made()
+        self._probation.step_made()
+        self._declined.step_made()
         self._refusals.clear()
 
     # --- members ----------------------------------------------------------------------------------------------
@@ -59,9 +86,21 @@ class Blame:
             return []
         return sorted(peer for peer in peers if peer in group and peer not in self._established)
 
-    def let_go(self, now: float, newcomer: str, why: str) -> None:
-        """Put aside a newcomer or a helper that stood in the way: a round can do without it."""
-        self._put(self._standing.let_go(now, newcomer, self._probation.failed(now, newcomer), why))
+    def let_go(self, now: float, newcomer: str, why: str, *, proven: bool = False) -> None:
+        """Leave out a newcomer or a helper that stood in the way: a round can do without it.
+
+        `proven`: as in `Probation.failed`.
+        """
+        seconds = self._probation.failed(now, peer_of(newcomer), proven=proven)
+        self._put(PutAside(newcomer, seconds, why, briefly=not proven))
+
+    def declined(self, now: float, member: str, *, others: bool) -> None:
+        """A member takes no orders from this conductor: it lost us for a moment, or follows another one. It may return.
+
+        `others`: its stage can average without it, so it sits out the next step, or more of them if that goes on.
+        """
+        seconds = self._declined.failed(now, member) if others else 0.0
+        self._put(PutAside(member, seconds, "takes no orders from this conductor", briefly=True))
 
     def failed(self, now: float, member: str, why: str) -> None:
         """Count a failure that is certainly the member's own; often enough, and it is put aside."""
@@ -83,7 +122,8 @@ class Blame:
         stage, member = where
         faults = fault_of(self._batches.due, step, where, mbs, self._verify, self._roster.session)
         trainers = sorted({mb.trainer for mb, fault in faults.items() if fault is CreditFault.TRAINER})
-        void = {trainer for trainer in trainers if self._strike(now, trainer, "credits peers with what they never got")}
+        why = "credits peers with what they never got"
+        void = {trainer for trainer in trainers if self._strike(now, trainer, why, proven=True)}
         self._batches.due.unhold_of(member, mbs, stage, now)
         voided = [mb for mb in sorted(mbs) if mb.trainer in void and mb.trainer != peer_of(member)]
         self.shrank |= self._batches.void(voided)
@@ -101,11 +141,11 @@ class Blame:
             self.put_aside(now, member, "refuses what many trainers bring")
             return
         for trainer in trainers:
-            self._strike(now, trainer, "brings values that cannot be summed")
+            self._strike(now, trainer, "brings values that cannot be summed", proven=False)
 
-    def _strike(self, now: float, trainer: str, why: str) -> bool:
+    def _strike(self, now: float, trainer: str, why: str, *, proven: bool) -> bool:
         """Give the trainer less to do; True from its second strike on."""
-        often = self._batches.strike(now, trainer)
+        often = self._batches.strike(now, trainer, proven=proven)
         self.note(f"trainer …{trainer[-8:]} {why}: it is given less")
         return often > 1
 

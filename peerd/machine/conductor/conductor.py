@@ -60,6 +60,8 @@ class Conductor:
         self.roster = Roster(config.stages, delayed=config.delayed)
         self.course = Course(delayed=config.delayed)
         self.search = PositionSearch(config, origin, self.roster, self.course, now)
+        for post in origin.established:
+            self.roster.note_helped(post)
         self._divergence = Divergence()
         self.search.barred = self._divergence.barred
         self._blame = Blame(config.ban_s, self.batches, self.roster, self.search.established, origin)
@@ -114,7 +116,7 @@ class Conductor:
 
     def wake_at(self, now: float) -> float:
         """The time at which `wake` is due at the latest."""
-        due = min(now + _IDLE_S, self.search.due(now))
+        due = min(now + _IDLE_S, self.search.due(now), self._step.move_due())
         if self.phase is Phase.CLOSING and (close_due := self._step.close_due(now)) is not None:
             due = min(due, close_due)
         if self.phase is Phase.OPEN and self.batches.due.full:
@@ -222,6 +224,14 @@ class Conductor:
         """Members that have not yet done what they were asked to: average, or move."""
         return self.course.moving or self._closing.awaited()
 
+    def keeps_out(self, now: float, peer: str) -> str:
+        """The reason that a member, or a helper, is not let in for now; "" where it is."""
+        return self._blame.why_out(now, peer)
+
+    def holds_back(self, now: float, trainer: str) -> str:
+        """The reason that a trainer gets no microbatch for now, where that is the trainer's own; else ""."""
+        return self.batches.trainers.why_nothing(now, trainer)
+
     def whole_in_s(self, now: float) -> float | None:
         """Seconds until the batch is whole; None: unknown, or the step is blocked by something else."""
         if self.phase is Phase.OPEN and not self._blocked():
@@ -236,6 +246,7 @@ class Conductor:
             return
         if not self.roster.has_room(peer):
             return
+        self._blame.let_in(now, peer)
         if known is not None and (known.session != hello.session or known.stage != hello.stage):
             self._step.lose(now, peer)
         if known is None:
@@ -262,6 +273,8 @@ class Conductor:
             return
         entry = self.roster.entries[peer]
         if self.course.commits:
+            self._step.moved(now, peer)
+            self._blame.helped(peer)
             self.search.established.add(peer, entry.stage, position.step)
             self.roster.note_helped(peer)
         self.roster.move(peer, position, stepped=self.course.commits)
@@ -292,6 +305,7 @@ class Conductor:
         self.search.look(now)
         if course.phase is Phase.GATHERING and self.search.is_over(now):
             self._decide_position(now)
+        self._step.leave_late(now)
         if course.phase is Phase.MOVING and not course.moving:
             self._arrive(now)
         if course.phase in (Phase.OPEN, Phase.CLOSING) and self.search.falls_back(now):

@@ -140,6 +140,8 @@ class Closing:
     def _leave_behind(self, now: float, close: StageClose) -> None:
         """End the attempt without the members that have not answered."""
         newcomers = self.blame.newcomers(close.group, close.waiting)
+        if len(newcomers) < len(close.waiting):  # members are late as well: all that are late may be overloaded
+            newcomers = []
         for peer in newcomers:
             self.blame.let_go(now, peer, "does not say that it averaged")
         for peer in sorted(close.waiting.difference(newcomers)):
@@ -161,6 +163,9 @@ class Closing:
         close.waiting.discard(end.peer)
         if end.ok:
             self._ok(now, close, end)
+        elif end.declines:
+            self.blame.declined(now, end.peer, others=len(close.group) > 1)
+            self._fail(now, close)
         elif self.blame.newcomers(close.group, [end.peer]):
             self.blame.let_go(now, end.peer, "failed averaging")  # and its report of others is ignored
             self._fail(now, close)
@@ -226,10 +231,12 @@ class Closing:
             return
         if close.helpers:  # strangers, and a round can do without them
             for peer in sorted(close.helpers):
-                self.blame.let_go(now, peer, "summed where members ended with different sums")
+                alone = len(close.helpers) == 1
+                self.blame.let_go(now, peer, "summed where members ended with different sums", proven=alone)
         elif newcomers := self.blame.newcomers(close.group, close.group):
             for peer in newcomers:
-                self.blame.let_go(now, peer, "took part where members ended with different sums")
+                alone = len(newcomers) == 1
+                self.blame.let_go(now, peer, "took part where members ended with different sums", proven=alone)
         else:
             self._judge_different(now, stage, close)
         self._fail(now, close)

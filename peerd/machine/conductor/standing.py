@@ -30,9 +30,11 @@ class PutAside:
     peer: str
     seconds: float
     why: str
+    briefly: bool = False  # a newcomer of which nothing is proven: it may return as soon as steps were made without it
 
     def text(self) -> str:
-        return f"peer …{self.peer[-8:]} {self.why} and is put aside for {self.seconds:.0f} s"
+        how = "is left out of the next steps, for up to" if self.briefly else "is put aside for"
+        return f"peer …{self.peer[-8:]} {self.why} and {how} {self.seconds:.0f} s"
 
 
 class Standing:
@@ -59,11 +61,6 @@ class Standing:
             return None
         del self._failed[peer]
         return self.put_aside(now, peer, why)
-
-    def let_go(self, now: float, peer: str, seconds: float, why: str) -> PutAside:
-        """Put a newcomer that stood in the way aside for so many seconds."""
-        self._until = {p: until for p, until in self._until.items() if until > now} | {peer: now + seconds}
-        return PutAside(peer, seconds, why)
 
     def put_aside(self, now: float, peer: str, why: str) -> PutAside:
         """Put the peer aside for a while, twice as long each time."""

@@ -8,11 +8,14 @@ Decides only; the conductor calls each in its phase, and hands out the outputs (
 
 from __future__ import annotations
 
+import math
+
 from peerd.core.messages.swarm import Position
 from peerd.machine.batch.batches import Batches, StageView
 from peerd.machine.conductor.stage_close import Closing
 from peerd.machine.positions.phases import Course, Phase
 from peerd.machine.swarm.events import ConductorConfig, Note, Output, SendMove, TrainerReport
+from peerd.machine.swarm.late_movers import LateMovers
 from peerd.machine.swarm.latecomers import Latecomers
 from peerd.machine.swarm.roster import Roster
 
@@ -30,7 +33,7 @@ class StepCycle:
     ) -> None:
         self._config, self._batches, self._roster = config, batches, roster
         self._course, self._closing, self._blame = course, closing, closing.blame
-        self._latecomers = Latecomers(roster)
+        self._latecomers, self._late_movers = Latecomers(roster), LateMovers()
         self._leases_s = config.lease_s, config.first_lease_s
         self.late: dict[str, int] = {}  # trainer that the step waits for -> number of its microbatches
         self.out: list[Output] = []  # beside those of averaging
@@ -121,6 +124,7 @@ class StepCycle:
         if all(self._closing.settled):
             movers = self._closing.prepared()
             self._course.move(target, movers, commits=True)
+            self._late_movers.begin(now, ((peer, self._roster.entries[peer].stage) for peer in movers))
             self.out += [SendMove(peer, target, commit=True) for peer in movers]
 
     def close_due(self, now: float) -> float | None:
@@ -128,6 +132,21 @@ class StepCycle:
         if self._more_to_begin:
             return now
         return min((at for at in (self._closing.due(), self._latecomers.due(now)) if at is not None), default=None)
+
+    def moved(self, now: float, peer: str) -> None:
+        """A member has made the step."""
+        self._late_movers.arrived(now, peer)
+
+    def leave_late(self, now: float) -> None:
+        """Go on without the members that do not say that they made a step which the others have made."""
+        if self._course.commits:
+            for peer in self._late_movers.late(now, self._course.moving):
+                self.out.append(Note(f"peer …{peer[-8:]} has not said that it made the step: the others go on"))
+                self.lose(now, peer)
+
+    def move_due(self) -> float:
+        """The next deadline while members make a step; infinite: there is none."""
+        return self._late_movers.due(self._course.moving) if self._course.commits else math.inf
 
     def step_made(self, now: float, current: Position) -> None:
         """A step was made, and led to `current`."""

@@ -30,7 +30,7 @@ class YamuxConfig:
     window_bytes_max: int = limits.WINDOW_BYTES_MAX  # of one stream
     keepalive_s: float = 10.0  # between pings
     dead_after_s: float = 30.0  # of silence
-    doubt_s: float = 5.0  # that a doubted peer has to say anything; more where the round trip is long
+    doubt_s: float = 5.0  # that a doubted peer has to say anything, where no round trip was measured yet
     linger_s: float = 30.0  # a stream that we closed and the peer does not is reset
 
 

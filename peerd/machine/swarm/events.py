@@ -110,6 +110,7 @@ class PrepareEnded:
     lost: tuple[str, ...] = ()
     digest: bytes = b""  # of its sum
     refused: tuple[Mb, ...] = ()  # it holds these, and they cannot be summed
+    declines: bool = False  # it answered that it takes no such order, as a member does that follows another conductor
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,16 @@ class Following:
         """Members that should be alive, as (peer, stage): by the directory, and by the conductor's last list."""
         return {*self.directory.announced, *((PeerId.parse(m.peer), m.stage) for m in self.members if m.since)}
 
+    def alive(self) -> set[tuple[PeerId, int]]:
+        """Members that the conductor listed last, as (peer, stage), and those that came since, by the directory.
+
+        A record outlives its peer for a minute: what the conductor struck off its list does not count.
+        """
+        listed = {(PeerId.parse(m.peer), m.stage) for m in self.members if m.since}
+        newest = max((m.since for m in self.members), default=0.0)
+        came = {post for post, entry in self.directory.announced.items() if entry.progress.since > newest}
+        return listed | came
+
     def known(self) -> set[PeerId]:
         """The peers of all `posts`."""
         return {peer for peer, _ in self.posts()}

@@ -57,7 +57,7 @@ class Conducting:
         self.orders.notes = self._note
         self.orders.moved = proofs.evidence.collect
         rivals = Rivals(config.fingerprint, rpc, host, following)
-        self._driver = MachineDriver(self.orders, rivals.answers, self._note, self._sends)
+        self._driver = MachineDriver(self.orders, rivals.answers, self._note, self._sends, self._ask)
         self._driver.warnings = lambda text: self.warnings(text)
         self._duty = Duty(config, host, clock, rivals, self._driver, proofs)
         self._reports = Reports(config.fingerprint, rpc, following, self._duty, self._driver)
@@ -69,6 +69,12 @@ class Conducting:
         """True while bytes of the peer come in, whatever they are."""
         link = self._host.links.best(PeerId.parse(peer))
         return link is not None and trio.current_time() - link.mux.heard_at < _SENDING_S
+
+    def _ask(self, peer: str) -> None:
+        """Have the peer answer a ping soon, or its link ends."""
+        link = self._host.links.best(PeerId.parse(peer))
+        if link is not None:
+            link.doubt()
 
     def _note(self, text: str) -> None:
         self.notes(text)

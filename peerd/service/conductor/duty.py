@@ -37,6 +37,7 @@ _LOOK_S = 2.0
 _REFRESH_S = 10.0  # for the directory, which asks many
 _FIRST_LOOK_S = 0.5
 _TAKE_OVER_GATHER_S = 0.3
+_LOOK_FOR_S = 3.0  # for a member to answer, before the new conductor decides without it
 _INSISTS_S = 8.0  # that a peer asks one that is conducted by another: in that time it has asked many in the order
 _PROOFS = 4  # positions, and members for each, that are asked for proofs in one look
 _ASKED_AGAIN_S = 20.0  # between two such questions to one peer about one position
@@ -90,7 +91,7 @@ class Duty:
         self.term = next_term(self.term, seen_term)
         tenure = self._new_tenure()
         self._driver.begin(tenure)
-        expected = [(p, stage) for p, stage in self._following.posts() if not self._following.suspected(p)]
+        expected = [(p, stage) for p, stage in self._following.alive() if not self._following.suspected(p)]
         tenure.machine.search.announced_step = self._following.announced_step()
         tenure.machine.expect(post_name(peer.text, stage) for peer, stage in expected)
         for peer, stage in expected:
@@ -140,13 +141,19 @@ class Duty:
             return False
 
     async def _look_for(self, machine: Conductor, peer: PeerId, stage: int) -> None:
-        """Try to connect to an announced member; the machine does not wait for one that cannot be reached."""
-        if peer != self._following.own:
+        """Look for an announced member; the machine does not wait for one that does not answer."""
+        if peer != self._following.own and not await self._is_there(peer):
+            machine.unexpect(post_name(peer.text, stage))
+            self._driver.wake_waiting()
+
+    async def _is_there(self, peer: PeerId) -> bool:
+        with trio.move_on_after(_LOOK_FOR_S):
             try:
                 await self._host.connect(peer)
             except RemoteError:
-                machine.unexpect(post_name(peer.text, stage))
-                self._driver.wake_waiting()
+                return False
+            return await self._rivals.answers(peer)
+        return False
 
     # --- giving up --------------------------------------------------------------------------------------------
 

@@ -34,8 +34,10 @@ from peerd.service.conductor.waiting_reports import WaitingReports
 from peerd.signals import Signal
 
 _SILENT_S = 12.0  # a report comes at least every few seconds
+_REPORT_S = 3.5  # from one report to the next, while nothing is wrong
+_ANSWER_S = 1.5  # to an order, until the member is asked for a sign of life
 _SILENT_ON_FULL_LINE_S = 30.0
-_SILENCE_LOOK_S = 2.0
+_SILENCE_LOOK_S = 0.5
 _IDLE_S = 5.0  # between looks while there is no machine
 _CALLS_AT_ONCE = 128  # started in one turn
 MEMBERS: Final = ""  # all of them want the same news; a trainer has its own
@@ -50,9 +52,13 @@ class MachineDriver:
         answers: Callable[[PeerId], Awaitable[bool]],
         notes: Callable[[str], None],
         sends: Callable[[str], bool] = lambda peer: False,
+        doubt: Callable[[str], None] = lambda peer: None,
     ) -> None:
-        """`sends`: True while bytes of a peer come in."""
-        self._orders, self._answers, self.notes, self._sends = orders, answers, notes, sends
+        """`sends`: True while bytes of a peer come in. `doubt` asks a peer for a sign of life; without one, its link
+        ends.
+        """
+        self._orders, self._answers, self.notes, self._sends, self._doubt = orders, answers, notes, sends, doubt
+        self._awaited: dict[str, float] = {}  # post that was ordered to do something -> since when it was seen to be
         self.warnings = notes
         self.tenure: Tenure | None = None
         self.heard: dict[str, float] = {}  # post or trainer that reports -> when it was heard last
@@ -180,13 +186,23 @@ class MachineDriver:
             self._sooner.notify()
 
     async def watch_silence(self) -> None:
-        """Drop posts and trainers that do not report any more."""
+        """Drop posts and trainers that do not report any more; ask those that are late whether they are there."""
         while True:
             await trio.sleep(_SILENCE_LOOK_S)
             now = trio.current_time()
+            self._ask_the_late(now)
             for name in [n for n, heard in self.heard.items() if self._is_silent(n, now - heard)]:
                 self.notes(f"peer {short(name)} is silent")
                 self.gone([name])
+
+    def _ask_the_late(self, now: float) -> None:
+        """Doubt the links to members that owe a report, or an answer to an order: a stopped process answers nothing."""
+        awaited = self.machine.awaited() if self.machine is not None else set()
+        self._awaited = {name: self._awaited.get(name, now) for name in awaited}
+        late = {name for name, since in self._awaited.items() if now - since > _ANSWER_S}
+        late.update(name for name, heard in self.heard.items() if now - heard > _REPORT_S)
+        for peer in sorted({peer_of(name) for name in late}):
+            self._doubt(peer)
 
     def _is_silent(self, name: str, for_s: float) -> bool:
         if for_s <= _SILENT_S:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import trio
 
-from peerd.core.errors import RemoteError
+from peerd.core.errors import Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import WAITS_CHARS
 from peerd.core.messages.encoding import Empty
@@ -165,7 +165,7 @@ class Orders:
             end = PrepareEnded(order.peer, order.attempt, found.ok, *told)
         except RemoteError as error:
             log.info("an averaging attempt failed: %s", error)
-            end = PrepareEnded(order.peer, order.attempt, False)
+            end = PrepareEnded(order.peer, order.attempt, False, declines=isinstance(error, Refused))
         reign.tell(end)
 
     async def move(self, order: SendMove, reign: Reign) -> None:

@@ -103,7 +103,7 @@ class Reports:
         await self._driver.wait_for_news(MEMBERS, lambda: machine.members_version != body.seen, tenure, wait_s)
         self._still(tenure, name)
         resend = not helps and (resend or not machine.is_member(name, body.session))
-        return Answer(self._to_member(tenure, body, resend=resend))
+        return Answer(self._to_member(tenure, name, body, resend=resend))
 
     def _check_post(self, machine: Conductor, peer: str, stage: int, *, helps: bool) -> None:
         """Refuse a stage that the run does not have, and more served stages than one identity may have.
@@ -140,13 +140,13 @@ class Reports:
         if machine.members_version != version:
             self._driver.wake_waiting()
 
-    def _to_member(self, tenure: Tenure, body: MemberSync, *, resend: bool) -> MemberAnswer:
+    def _to_member(self, tenure: Tenure, name: str, body: MemberSync, *, resend: bool) -> MemberAnswer:
         machine = tenure.machine
         return MemberAnswer(
             term=tenure.term,
             current=machine.settled,
             complete=machine.phase is Phase.COMPLETE,
-            waits_for=tenure.waits_for(),
+            waits_for=tenure.post_waits_for(name),
             resend=resend,
             version=machine.members_version,
             members=tenure.members_since(body.listed),
@@ -186,7 +186,7 @@ class Reports:
             counted=_seqs(machine.counted(name, body.step)),
             evaluate=tenure.evaluation_grant(step, name) if machine.current and machine.evaluates(name) else None,
             complete=machine.phase is Phase.COMPLETE,
-            waits_for=tenure.waits_for(),
+            waits_for=tenure.trainer_waits_for(name),
             version=machine.version(name),
             members=tenure.members_since(body.seen_members),
             forecast=tenure.forecast(),

@@ -54,6 +54,14 @@ class Tenure:
         """Text on what the step waits for, for the log and the user; "" while things move."""
         return (self.machine.waits_for() or self._standstill.look(trio.current_time(), self.machine))[:WAITS_CHARS]
 
+    def post_waits_for(self, post: str) -> str:
+        """As `waits_for`, for a member or a helper: first the reason that it is not let in yet."""
+        return (self.machine.keeps_out(trio.current_time(), post) or self.waits_for())[:WAITS_CHARS]
+
+    def trainer_waits_for(self, trainer: str) -> str:
+        """As `waits_for`, for a trainer: first the reason that it gets no microbatch."""
+        return (self.machine.holds_back(trio.current_time(), trainer) or self.waits_for())[:WAITS_CHARS]
+
     def take_figures(self, teller: str, figures: Iterable[PairFigures]) -> None:
         """A peer's figures of its pairs, for the map; pairs that limit themselves go to the division of averaging."""
         now = trio.current_time()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from peerd.machine.conductor.phases import Phase
 
 from peerd.core.messages.swarm import Done, Position
 from peerd.machine.batch.divergence import AGAIN_STEPS, DROPPED
 from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import ConductorConfig, MoveEnded, Note, Output, SendMove, TrainerReport
 from tests.worlds.machines.conducting import hello
 

@@ -10,6 +10,7 @@ from peerd.machine.batch.probation import Probation
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.swarm.events import (
     ConductorConfig,
+    MemberGone,
     MoveEnded,
     Note,
     Origin,
@@ -30,12 +31,66 @@ def place(peer: str) -> str:
     return peer.rpartition("@")[2]
 
 
-def test_newcomers_of_one_place_wait_longer_each_time_and_others_do_not() -> None:
+def test_an_identity_waits_longer_each_time_and_others_of_its_place_do_not() -> None:
     some = Probation(place)
-    assert [some.failed(0.0, f"{name}@there") for name in "abc"] == [15.0, 30.0, 60.0]
-    assert some.waits(59.0, "d@there")
-    assert not some.waits(61.0, "d@there")
-    assert not some.waits(1.0, "d@elsewhere")
+    assert [some.failed(0.0, "a@there") for _ in range(2)] == [15.0, 30.0]
+    assert some.waits(29.0, "a@there")
+    assert not some.waits(31.0, "a@there")
+    assert not some.waits(1.0, "b@there")
+
+
+def test_an_identity_of_which_nothing_is_proven_waits_no_longer_than_the_next_steps() -> None:
+    some = Probation(place)
+    some.failed(0.0, "a@there")
+    assert some.waits(1.0, "a@there")
+    some.step_made()
+    assert not some.waits(1.0, "a@there")
+    some.failed(2.0, "a@there", proven=True)
+    some.step_made()
+    some.step_made()
+    assert some.waits(3.0, "a@there")
+
+
+def test_all_newcomers_of_a_place_wait_after_proven_faults_of_several() -> None:
+    some = Probation(place)
+    some.failed(0.0, "a@there", proven=True)
+    some.failed(1.0, "a@there", proven=True)
+    assert not some.waits(1.0, "d@there"), "it was one identity"
+    some.failed(2.0, "b@there", proven=True)
+    for _ in range(8):
+        some.step_made()
+    assert some.waits(16.0, "d@there")
+    assert not some.waits(18.0, "d@there")
+    assert not some.waits(3.0, "d@elsewhere")
+    some.failed(18.0, "c@there", proven=True)
+    assert some.waits(47.0, "d@there"), "twice as long"
+
+
+def test_newcomers_of_a_place_where_several_failed_are_let_in_one_at_a_time() -> None:
+    some = Probation(place)
+    for name in "abc":
+        some.failed(0.0, f"{name}@there")
+    assert some.waits(1.0, "d@there")
+    some.step_made()
+    assert not some.waits(1.0, "d@there")
+    some.let_in(1.0, "d@there")
+    assert some.waits(2.0, "e@there"), "d is on trial"
+    some.step_made()
+    some.failed(3.0, "e@there")
+    some.step_made()
+    assert some.waits(4.0, "f@there"), "two steps for the next one"
+    some.step_made()
+    assert not some.waits(4.0, "f@there")
+
+
+def test_newcomers_that_help_make_up_for_those_that_failed() -> None:
+    some = Probation(place)
+    for name in "abcd":
+        some.failed(0.0, f"{name}@there")
+    for name in "efg":
+        some.helped(f"{name}@there")
+    some.let_in(20.0, "h@there")
+    assert not some.waits(20.0, "i@there")
 
 
 def test_what_a_place_did_is_forgotten_with_time() -> None:
@@ -49,7 +104,10 @@ def test_what_a_place_did_is_forgotten_with_time() -> None:
 
 def test_no_place_waits_for_ever() -> None:
     some = Probation(place)
-    assert max(some.failed(float(number), f"{number}@there") for number in range(50)) == 600.0
+    for number in range(50):
+        some.failed(float(number), f"{number}@there", proven=True)
+    assert some.waits(49.0 + 599.0, "z@there")
+    assert not some.waits(49.0 + 601.0, "z@there")
 
 
 class Swarm:
@@ -144,6 +202,108 @@ def test_a_newcomer_that_those_who_helped_could_not_reach_is_let_go_alone() -> N
     assert swarm.here() == {"a@home", "b@home", "c@home"}
 
 
+def test_newcomers_that_were_killed_or_slow_keep_no_other_of_their_address_out() -> None:
+    swarm = Swarm()
+    for number in range(6):
+        slow, honest = f"slow {number}@there", f"honest {number}@there"
+        swarm.tell(hello(slow, swarm.position))
+        assert slow in swarm.here()
+        swarm.fill()
+        for order in swarm.orders():
+            if order.peer != slow:
+                swarm.tell(PrepareEnded(order.peer, order.attempt, True, digest=b"same"))
+        swarm.pass_s(11.0)
+        assert slow not in swarm.here(), "it does not say that it averaged"
+        for move in [output for output in swarm.outputs if isinstance(output, SendMove)]:
+            swarm.tell(MoveEnded(move.peer, move.target))
+        swarm.outputs.clear()
+        swarm.tell(hello(honest, swarm.position))
+        assert honest in swarm.here(), "it has done nothing"
+        swarm.step()
+
+
+def test_any_number_of_identities_of_one_address_spoil_one_attempt_in_some_steps() -> None:
+    swarm = Swarm()
+    spoiled = []
+    for step in range(40):
+        for number in range(3):
+            swarm.tell(hello(f"liar {step} {number}@there", swarm.position))
+        swarm.fill()
+        liars = sorted(swarm.here() - {"a@home", "b@home", "c@home"})
+        spoiled.append(len(liars))
+        for liar in liars:
+            swarm.tell(PrepareEnded(liar, swarm.orders()[0].attempt, False))
+            swarm.pass_s(6.0)
+        for order in swarm.orders():
+            swarm.tell(PrepareEnded(order.peer, order.attempt, True, digest=b"same"))
+        for move in [output for output in swarm.outputs if isinstance(output, SendMove)]:
+            swarm.tell(MoveEnded(move.peer, move.target))
+        swarm.outputs.clear()
+    assert swarm.position.step == 41
+    assert max(spoiled[2:]) <= 1
+    assert sum(spoiled) < 15
+
+
+def test_a_member_that_follows_another_conductor_for_a_moment_is_back_with_the_next_step() -> None:
+    swarm = Swarm()
+    for _ in range(5):
+        swarm.fill()
+        for _ in range(3):
+            for order in [order for order in swarm.orders() if order.peer == "c@home"]:
+                swarm.tell(PrepareEnded("c@home", order.attempt, False, declines=True))
+            swarm.tell(hello("c@home", swarm.position))
+            swarm.pass_s(6.0)
+        assert swarm.here() == {"a@home", "b@home"}, "it spoils one attempt"
+        for order in swarm.orders():
+            swarm.tell(PrepareEnded(order.peer, order.attempt, True, digest=b"same"))
+        for move in [output for output in swarm.outputs if isinstance(output, SendMove)]:
+            swarm.tell(MoveEnded(move.peer, move.target))
+        assert not any("put aside" in note for note in swarm.notes())
+        swarm.outputs.clear()
+        swarm.tell(hello("c@home", swarm.position))
+        assert "c@home" in swarm.here()
+        swarm.step()
+
+
+def test_the_only_member_of_a_stage_that_declines_an_order_may_return_at_once() -> None:
+    swarm = Swarm()
+    for peer in "bc":
+        swarm.tell(MemberGone(f"{peer}@home"))
+    swarm.fill()
+    swarm.tell(PrepareEnded("a@home", swarm.orders()[0].attempt, False, declines=True))
+    assert swarm.here() == set()
+    swarm.tell(hello("a@home", swarm.position))
+    assert swarm.here() == {"a@home"}
+
+
+def test_a_newcomer_that_is_not_let_in_hears_why() -> None:
+    swarm = Swarm()
+    for number in range(4):
+        swarm.tell(hello(f"liar {number}@there", swarm.position))
+    swarm.fill()
+    for number in range(4):
+        swarm.tell(PrepareEnded(f"liar {number}@there", swarm.orders()[0].attempt, False))
+        swarm.pass_s(6.0)
+    swarm.tell(hello("next@there", swarm.position))
+    assert "next@there" not in swarm.here()
+    assert "are let in one at a time" in swarm.conductor.keeps_out(swarm.now, "next@there")
+    assert "sits out" in swarm.conductor.keeps_out(swarm.now, "liar 3@there")
+    assert swarm.conductor.keeps_out(swarm.now, "a@home") == ""
+    assert swarm.conductor.keeps_out(swarm.now, "friend@elsewhere") == ""
+
+
+def test_a_trainer_that_gets_nothing_hears_why_and_one_that_has_helped_is_not_held_back() -> None:
+    batches = trained()
+    trainers = batches.trainers
+    for number in range(4):
+        trainers.report(f"late {number}@home", (0,))
+        batches.strike(2.0, f"late {number}@home")
+    trainers.report("next@home", (0,))
+    assert "one at a time" in trainers.why_nothing(2.0, "next@home")
+    assert "did not finish" in trainers.why_nothing(2.0, "late 3@home")
+    assert trainers.why_nothing(2.0, "t@home") == ""
+
+
 def test_whoever_helped_to_make_a_step_is_no_newcomer() -> None:
     swarm = Swarm()
     swarm.tell(hello("d@there", swarm.position))
@@ -186,4 +346,8 @@ def test_what_a_new_trainer_credits_without_receipts_is_not_believed() -> None:
     assert any("new@there"[-8:] in text for text in told)
     batches.trainers.report("newer@there", (0,))
     batches.fill(2.2, 1, early=False)
-    assert batches.due.of_trainer("newer@there") == [], "its place waits"
+    assert batches.due.of_trainer("newer@there") == [0], "it may be another's neighbour"
+    batches.take(2.3, TrainerReport("newer@there", 1, (), (Done(0, ["a"], [Receipt(1, b"made up")]),)), view, False)
+    batches.trainers.report("newest@there", (0,))
+    batches.fill(2.4, 1, early=False)
+    assert batches.due.of_trainer("newest@there") == [], "two of its place were found out"

@@ -16,7 +16,7 @@ from tests.worlds.network.ways import join
 
 FOUND_S = 1.5  # a second of silence after the question, and a dial
 LEFT_S = 1.0  # that the silent link has then
-GIVEN_UP_S = 5.0  # that it has where there is no other path
+GIVEN_UP_S = 2.5  # that it has on a quick line where there is no other path
 
 
 def cut(hosts: Hosts, link: Link) -> None:

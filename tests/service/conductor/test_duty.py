@@ -119,6 +119,24 @@ async def test_members_that_are_announced_are_waited_for_unless_nobody_reaches_t
             assert (machine.phase is Phase.OPEN) is gone
 
 
+async def test_a_new_conductor_waits_for_those_that_were_listed_last_and_that_answer(autojump_clock: MockClock) -> None:
+    struck_off, came = Keypair.from_seed(b"struck off".ljust(32, b".")), Keypair.from_seed(b"came".ljust(32, b"."))
+    async with running() as scene:
+        listed = [MemberInfo(OTHER.peer_id.text, 0, [], ready=True, since=50.0)]
+        scene.following.members = listed
+        for key, since in ((struck_off, 40.0), (came, 60.0)):
+            progress = StageProgress(0, since, 3, 0, 0.0, "cpu", "", "", [])
+            scene.directory.announced[key.peer_id, 0] = StagePeer(key.peer_id, progress)
+        assert scene.following.alive() == {(OTHER.peer_id, 0), (came.peer_id, 0)}
+        scene.others.silent = {OTHER.peer_id}  # its link stands, and it does not answer
+        scene.following.joined_since = 1.0
+        tenure = scene.duty.act(0, OWN.peer_id)
+        scene.feed(hello(post_name(OWN.peer_id.text, 0)))
+        scene.feed(hello(post_name(came.peer_id.text, 0)))
+        await trio.sleep(1.5)
+        assert tenure.machine.phase is Phase.OPEN, "it waits neither for the one that is gone nor for the silent one"
+
+
 async def test_what_a_keeper_has_that_can_be_reached_counts(autojump_clock: MockClock) -> None:
     async with running() as scene:
         scene.directory.kept = {OTHER.peer_id: [Position(8, b"kept")], THIRD.peer_id: [Position(9, b"kept")]}

@@ -10,7 +10,7 @@ from trio.testing import MockClock
 
 from peerd.core.messages.swarm import Done
 from peerd.machine.positions.phases import Phase
-from peerd.machine.swarm.events import MemberGone, Output, PrepareEnded, Probe, SendMove, TrainerReport
+from peerd.machine.swarm.events import MemberGone, MoveEnded, Output, PrepareEnded, Probe, SendMove, TrainerReport
 from peerd.machine.swarm.posts import post_name
 from peerd.machine.swarm.roster import START
 from peerd.service.conductor.machine_driver import MEMBERS
@@ -198,3 +198,30 @@ async def test_a_report_behind_much_else_on_a_full_line_is_waited_for_longer(aut
         sending[0] = False
         await trio.sleep(16.0)
         assert POST not in scene.driver.heard
+
+
+async def test_members_that_owe_an_answer_or_a_report_are_asked_for_a_sign_of_life(autojump_clock: MockClock) -> None:
+    async with begun() as scene:
+        asked = list[float]()
+        scene.driver._doubt = lambda peer: asked.append(trio.current_time())
+        await trio.sleep(3.0)
+        scene.driver.still_heard(POST)
+        assert asked == []
+        scene.feed(TrainerReport("t", 0, (1,), ()))
+        scene.feed(TrainerReport("t", 0, (), (Done(1, [POST]),)))
+        ordered = trio.current_time()
+        await trio.sleep(3.0)
+        assert asked, "it does not say that it averaged"
+        assert asked[0] - ordered <= 2.5
+        prepare, reign = scene.orders.prepares[0], scene.orders.reign
+        assert reign is not None
+        reign.tell(PrepareEnded(POST, prepare.attempt, True))
+        await trio.sleep(0.1)
+        (move,) = scene.orders.moves
+        reign.tell(MoveEnded(POST, move.target))
+        scene.driver.still_heard(POST)
+        asked.clear()
+        await trio.sleep(3.0)
+        assert asked == []
+        await trio.sleep(1.5)
+        assert asked, "it does not report"
