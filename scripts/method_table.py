@@ -1,4 +1,4 @@
-"""The table of all methods in SECURITY.md, made of what the methods declare.
+"""The table of all methods in peerd/SECURITY.md, made of what the methods declare.
 
 python -m scripts.method_table           writes it anew
 python -m scripts.method_table --check   exits with 1 where the page has another one
@@ -19,7 +19,7 @@ from peerd.machine.access.members import CALLERS, OPEN
 from peerd.machine.rpc.declaration import Declaration, Needs
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-PAGE: Final = ROOT / "SECURITY.md"
+PAGE: Final = ROOT / "peerd" / "SECURITY.md"
 BEGIN: Final = "<!-- methods: written by scripts/method_table.py -->"
 END: Final = "<!-- end of methods -->"
 HEAD: Final = (
@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--check"]:
         if page(text) == text:
             return 0
-        print("SECURITY.md has another table of methods: type python -m scripts.method_table", file=sys.stderr)
+        print("peerd/SECURITY.md has another table of methods: type python -m scripts.method_table", file=sys.stderr)
         return 1
     PAGE.write_text(page(text), "utf-8")
     return 0

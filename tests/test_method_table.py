@@ -1,4 +1,4 @@
-"""Every method that a peer serves, whatever its role, is in the table of SECURITY.md, as it is declared."""
+"""Every method that a peer serves, whatever its role, is in the table of peerd/SECURITY.md, as it is declared."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,23 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.core.messages.swarm import Mbs, MemberAnswer, MemberSync, Position
+from peerd.core.errors import RemoteError
+from peerd.core.messages.swarm import Mbs, MemberAnswer, MemberSync, Moved, Position, Restore
 from peerd.core.run.runfile import CheckpointSection, PipelineSection
+from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.sim.clock import run_virtual
 from peerd.sim.world import Node, World
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
+from tests.kit.declared import declared
 from tests.worlds.network.world import home_world
 from tests.worlds.roles.misfortunes import public_ip
 from tests.worlds.roles.two_stages import MICROBATCH_S, two_stage_run, two_stages
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, replica_world, virtual_run
 
 pytestmark = pytest.mark.slow
-CUT_S = 30.0
+CUT_S = 60.0
+OPEN: Any = {"declared": declared()}
 
 
 def conducting(roles: Roles) -> Any:
@@ -51,6 +56,16 @@ async def claim(roles: Roles, stranger: Node, positions: list[Position]) -> None
         await stranger.rpc.call(conductor, "swarm/4/member", report, MemberAnswer, timeout_s=5.0)
 
 
+def obey(stranger: Node) -> None:
+    """The stranger says that it is wherever a conductor orders it to go."""
+
+    async def restore(call: Incoming[Restore]) -> Answer[Moved]:
+        await trio.lowlevel.checkpoint()
+        return Answer(Moved(call.body.target))
+
+    stranger.rpc.serve("stage/4/restore", Restore, restore, **OPEN)
+
+
 @pytest.mark.parametrize("behind", [1, -1], ids=["behind", "ahead"])
 async def test_a_stranger_that_claims_a_checkpoint_moves_nobody_when_a_stage_is_lost(
     tmp_path: Path, autojump_clock: MockClock, behind: int
@@ -67,14 +82,17 @@ async def test_a_stranger_that_claims_a_checkpoint_moves_nobody_when_a_stage_is_
         stranger = await world.start("stranger")
         (lost,) = roles.serving(1)
         await world.kill(next(node for node in world.living() if node.name == lost))
+        obey(stranger)
         made_up = [Position(conducting(roles).machine.current.step - behind, b"of its own")]
         lineages = set[bytes]()
         await world.start("new", program=roles.program(StageRole))
         before = max(roles.steps())
-        for _ in range(40):
-            if roles.conductors():
+        for _ in range(80):
+            with suppress(RemoteError, IndexError):
                 await claim(roles, stranger, made_up)
-            await trio.sleep(0.5)
+                machine = conducting(roles).machine
+                lineages |= {p.lineage for p in (machine.current, machine.course.target) if p is not None}
+            await trio.sleep(0.25)
             lineages |= {role.position.lineage for role in roles.of(StageRole)}
         assert made_up[0].lineage not in lineages, roles.story()
         assert max(roles.steps()) > before - 6, roles.story()
@@ -93,19 +111,20 @@ async def cut(roles: Roles, world: World, *island: str) -> tuple[int, list[int]]
     return most, steps
 
 
-async def halves(roles: Roles) -> None:
+async def halves(roles: Roles, island: tuple[str, ...]) -> None:
     async with two_stages(roles) as world:
         assert await world.until(lambda: min(roles.steps(), default=0) >= 3, within_s=60), roles.story()
-        most, steps = await cut(roles, world, "b0", "b1")
+        most, steps = await cut(roles, world, *island)
         assert min(steps) >= most - 1, f"from step {most} to {min(steps)}\n{roles.story()}"
         assert steps[-1] > most + 3, roles.story()
         assert len(roles.conductors()) == 1
         assert min(roles.steps()) >= steps[-1] - 1, "all have joined"
 
 
-def test_the_half_that_trained_goes_on_when_two_halves_meet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("island", [("b0", "b1"), ("a0", "a1")], ids=" ".join)
+def test_the_half_that_trained_goes_on_when_two_halves_meet(tmp_path: Path, island: tuple[str, ...]) -> None:
     roles = Roles(two_stage_run(tmp_path, "direct"), tmp_path / "peers", lambda: PacedDevice(MICROBATCH_S))
-    run_virtual(halves, roles, seed=1)
+    run_virtual(halves, roles, island, seed=1)
 
 
 async def lone(roles: Roles) -> None:

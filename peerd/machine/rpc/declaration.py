@@ -2,7 +2,7 @@
 
 A method cannot be registered without one. The server checks each call against it before the call's frames are received:
 bytes, rows, membership, and the shares by peer, place and network. Each module that serves methods lists their
-declarations in a dictionary `DECLARED`; the table in SECURITY.md is made of these (`scripts/method_table.py`).
+declarations in a dictionary `DECLARED`; the table in peerd/SECURITY.md is made of these (`scripts/method_table.py`).
 """
 
 from __future__ import annotations
