@@ -22,13 +22,13 @@ import trio
 from peerd.config import load_run
 from peerd.core.addr import parse_addr
 from peerd.core.errors import PeerdError
-from scripts.hostile import attacks_swarm, attacks_transport
+from scripts.hostile import attacks_positions, attacks_swarm, attacks_transport
 from scripts.hostile.field import Field
 
 Attack = Callable[[Field], Awaitable[None]]
 ATTACKS: dict[str, Attack] = {
     name: attack
-    for module in (attacks_transport, attacks_swarm)
+    for module in (attacks_transport, attacks_swarm, attacks_positions)
     for name, attack in vars(module).items()
     if callable(attack) and getattr(attack, "__module__", "") == module.__name__ and name[1:2].isdigit()
 }

@@ -85,8 +85,11 @@ class Allowed:
                 path = _real(args[0])
                 writes = bool((args[2] or 0) & _WRITES) or any(mode in str(args[1]) for mode in "wax+")
                 bytecode = path.suffix == ".pyc" or "__pycache__" in path.parts or "/__pycache__/" in str(path)
+                of_given = bytecode and any(path.name.startswith(f"{one.stem}.") for one in self._given)
                 looked_for = not writes and path in map(_real, sys.path)  # by the search for modules
-                if not (looked_for or self._readable(path)) or (writes and not bytecode and not self._writable(path)):
+                if not (looked_for or of_given or self._readable(path)) or (
+                    writes and not bytecode and not self._writable(path)
+                ):
                     found.append(f"{'writes' if writes else 'opens'} {path}")
             elif event in ("os.listdir", "os.scandir") and args and isinstance(args[0], str | bytes):
                 path = _real(args[0])

@@ -76,8 +76,8 @@ class Declaration:
             return f"a body of {body_bytes} bytes; allowed: {self.body_bytes}"
         if frames > self.frames:
             return f"a message of {frames} frames; allowed: {self.frames}"
-        if frame_bytes > self.frame_bytes:
-            return f"frames of {frame_bytes} bytes; allowed: {self.frame_bytes}"
         if isinstance(self.rows, int) and rows > self.rows:
             return f"a frame of {rows} samples; allowed: {self.rows} samples"
+        if frame_bytes > self.frame_bytes:
+            return f"frames of {frame_bytes} bytes; allowed: {self.frame_bytes}"
         return None

@@ -10,7 +10,7 @@ from peerd.core.messages.swarm import Done, Position
 from peerd.machine.batch.divergence import AGAIN_STEPS, DROPPED
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
-from peerd.machine.swarm.events import ConductorConfig, MoveEnded, Note, Output, SendMove, TrainerReport
+from peerd.machine.swarm.events import ConductorConfig, MoveEnded, Note, Origin, Output, SendMove, TrainerReport
 from tests.worlds.machines.conducting import hello
 
 BACK, NOW = Position(4, b"back"), Position(6, b"now")
@@ -21,7 +21,7 @@ class Run:
 
     def __init__(self) -> None:
         config = ConductorConfig(stages=1, microbatches=4, first_save=2, gather_s=1.0, own_pace=False)
-        self.conductor = Conductor(config, random.Random(1), 0.0)
+        self.conductor = Conductor(config, random.Random(1), 0.0, Origin(own="a"))
         self.now = 0.0
         self.out: list[Output] = []
         self.dropped = 0

@@ -8,7 +8,7 @@ from peerd.core.frame import FrameHeader
 from peerd.core.keys import Keypair
 from peerd.core.run.runfile import ModelSection, PipelineSection, RunFile
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
-from peerd.machine.rpc.accounting import MethodLimits
+from tests.kit.declared import declared
 
 RUN = RunFile(
     run="shapes", model=ModelSection(d_model=16, heads=2, layers=2, context=32), pipeline=PipelineSection(microbatch=4)
@@ -54,7 +54,7 @@ def test_what_no_microbatch_has_is_refused(dtype: str, shape: tuple[int, ...], w
 
 
 def test_limits_are_those_of_two_activations() -> None:
-    limits = MicrobatchShapes(RUN).bound(MethodLimits(calls_per_peer=3))
+    limits = MicrobatchShapes(RUN).bound(declared(calls_per_peer=3))
     assert (limits.frames, limits.rows, limits.calls_per_peer) == (2, 4, 3)
     both = 2 * 4 * 32 * 16 * 4
     assert limits.objection(0, 2, both, 4) is None
