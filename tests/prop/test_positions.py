@@ -164,7 +164,8 @@ class World:
                 real = self.rng.sample(self.history, 1) if cold else []
                 stranger = self.newcomer(stage, honest=False, member=False, saved=[*made_up, *real], seen=made_up)
                 self.live.append(stranger)
-        for _ in range(self.rng.choice([0, 0, 1])):  # another in a second network would be believed
+        knows = all(peer.evidence.established for peer in self.live if peer.honest)  # else two networks are believed
+        for _ in range(self.rng.choice([0, 0, 1, 4 if knows else 1])):
             self.keepers.append(self.newcomer(-9, honest=False, member=False, saved=made_up))
 
 
@@ -236,7 +237,9 @@ class Finding:
         keepers = [keeper for keeper in self.world.keepers if position in keeper.saved]
         best = lambda other: SimpleNamespace(user=SimpleNamespace(region=self.networks[other.text]))  # noqa: E731
         host = SimpleNamespace(links=SimpleNamespace(best=best))
-        proofs = CommitProofs(b"", cast(Any, None), cast(Any, host), cast(Any, SimpleNamespace(established={})), ())
+        directory = SimpleNamespace(kept={keeper.id: keeper.saved for keeper in self.world.keepers})
+        following = SimpleNamespace(established={}, directory=directory)
+        proofs = CommitProofs(b"", cast(Any, None), cast(Any, host), cast(Any, following), ())
         proofs.evidence = peer.evidence
         proofs.trust(self.trusted)
         known = proofs.established()
@@ -264,6 +267,11 @@ class Finding:
         holds = [peer for peer in there if peer.honest and position in (peer.position, *peer.saved)]
         own = self.own.stage == stage and position in (self.own.position, *self.own.saved)
         return own or 3 * len(holds) > max(1, len(there)) or any(position in k.saved for k in self.kept_by())
+
+    def is_real(self, position: Position, stage: int) -> bool:
+        """True when an honest member of the stage, or an honest keeper, has the state: it is not a liar's alone."""
+        there = [peer for peer in self.world.of_stage(stage) if peer.honest] + self.kept_by()
+        return any(position in (peer.position, *peer.saved) for peer in there)
 
     def kept_by(self) -> list[Peer]:
         return [keeper for keeper in self.world.keepers if keeper.honest]
@@ -294,4 +302,5 @@ def test_a_run_goes_on_from_the_newest_proven_state(seed: int, cold: bool) -> No
     told = f"seed {seed}: at {at}, must be at {must}; {finding.machine.waits_for()!r}"
     assert at is None or at in world.history, told
     assert at is None or at.step >= must.step, told
+    assert at in (None, START) or all(finding.is_real(at, stage) for stage in range(STAGES)), told
     assert at is not None or "peer" in finding.machine.waits_for(), told

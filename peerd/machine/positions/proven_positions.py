@@ -5,7 +5,7 @@ A peer can claim any position. One is proven where
 * more than a third of the established members, dead ones included, reached it, by their own word;
 * more than a third of them signed that they stepped there (a commit proof), which needs no living witness;
 * a peer that the user trusts has reached it or keeps it: a bootstrap peer of the run file, or one named by `--trust`;
-* two keepers in different networks keep its state.
+* two keepers in different networks keep its state, and the conductor knows neither members nor a trusted keeper.
 The start is always proven. Up to a third of the established members, and any number of strangers, prove nothing.
 """
 
@@ -93,6 +93,13 @@ class Established:
         there = set(map(peer_of, members))
         return {post for post in self._stage if post not in members and peer_of(post) in there}
 
+    def outweigh(self, signers: Set[str], ours: Set[str]) -> bool:
+        """True when peers that signed another part's position are more than a third of the established ones, and no
+        fewer than those of `ours`. In a run of two peers one alone is as many as the other.
+        """
+        signers = signers & self.peers
+        return 3 * len(signers) > len(self.peers) and len(signers) >= len(ours & self.peers)
+
     def back(self, witnesses: Set[str]) -> bool:
         """True when the `witnesses` (peers) are more than a third of the established ones.
 
@@ -149,7 +156,8 @@ class ProvenPositions:
                 networks.setdefault(position, set()).update(network)
                 if peer in self._trusted:
                     proven[position] = None
-        proven |= {position: None for position, found in networks.items() if len(found) >= KEEPERS}
+        if not self.established.peers and not self._trusted & kept.keys():  # whom to ask instead is not known
+            proven |= {position: None for position, found in networks.items() if len(found) >= KEEPERS}
         announced = frozenset(networks) | proven.keys()
         if (proven, announced) != (self._kept, self.announced):
             self._kept, self.announced = proven, announced

@@ -58,6 +58,7 @@ class Duty:
     ) -> None:
         self._config, self._host, self._clock, self._driver, self._proofs = config, host, clock, driver, proofs
         self._rivals, self._following = rivals, rivals.following
+        self._own = self._following.own.text
         self.work: tuple[float, ...] = ()  # of a microbatch in each stage, relative to each other; empty: all the same
         self.term = 0  # the latest that is believed; this peer's own while it conducts
         self._doubt = trio.Event()  # set, and replaced, when a report names a later term than ours
@@ -202,10 +203,11 @@ class Duty:
         if ours is None or told.current is None or not ours.step or machine.search.proven.saw(told.current):
             self._resign(f"{peer.short} conducts, too, and has the better claim")
             return
+        dropped = machine.course.steps_made
         self._driver.warnings(
             f"{peer.short} conducts another part of this run, at step {told.current.step}; this part is at step "
-            f"{ours.step} and joins it. {machine.course.steps_made} steps made here since this peer conducts are "
-            "dropped; members keep a checkpoint of them"
+            f"{ours.step} and joins it. Dropped: what was made here since the parts separated, at "
+            f"most the {dropped} step{'s' * (dropped != 1)} since this peer conducts; members keep a checkpoint"
         )
         self._resign(f"the part that {peer.short} conducts has more proven work")
 
@@ -216,7 +218,8 @@ class Duty:
         known = machine.search.established.peers
         if known and await self._ask_for_proof(peer, position, known):
             machine.search.proven.look_again()
-        return machine.search.proves(position)
+        signers, ours = self._proofs.evidence.signers(position), {*self._reigning(machine).followers, self._own}
+        return machine.search.proves(position) or machine.search.established.outweigh(signers, ours)
 
     async def _look_for_proofs(self) -> None:
         """Ask members whose positions nobody bears out for proofs: the newest positions first, a few in each look."""
