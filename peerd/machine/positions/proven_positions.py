@@ -18,7 +18,7 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import ESTABLISHED_MEMBERS, ESTABLISHED_STEPS, SEEN_POSITIONS
 from peerd.core.messages.swarm import Position
 from peerd.machine.swarm.posts import peer_of
-from peerd.machine.swarm.roster import START, RosterEntry
+from peerd.machine.swarm.roster import START, Roster, RosterEntry
 
 _BEFORE: Final = -1  # the step of a commit under a conductor before this one
 KEEPERS: Final = 2  # that keep a position in different networks: then it counts
@@ -172,14 +172,14 @@ class ProvenPositions:
         own = self._own in claims or not self._trusted.isdisjoint(map(peer_of, claims))
         return own or position in self.announced or self.established.vouch(stage, claims, members.keys())
 
-    def proves(self, position: Position, members: Mapping[str, RosterEntry]) -> bool:
+    def proves(self, position: Position, roster: Roster) -> bool:
         """True when the swarm may go on from `position`."""
         if position == START or position in self._seen or position in self._kept:
             return True
-        own = members.get(self._own)
+        own = roster.entries.get(self._own)
         if own is not None and position in own.reach:
             return True
-        witnesses = {peer_of(post) for post, entry in members.items() if position in entry.saw}
+        witnesses = set(map(peer_of, roster.witnesses(position)))
         if witnesses & self._trusted or self.established.back(witnesses):
             return True
         return self._signers is not None and self.established.back(self._signers(position))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from peerd.core.messages.swarm import Position
 from peerd.machine.positions.phases import Course
 from peerd.machine.positions.position_search import PositionSearch
 from peerd.machine.swarm.events import ConductorConfig, MemberHello, Origin, SendMove
-from peerd.machine.swarm.roster import START, Roster
+from peerd.machine.swarm.roster import START, Roster, RosterEntry
 from tests.worlds.machines.conducting import hello
 
 OLD, NOW, NEXT = Position(4, b"old"), Position(5, b"now"), Position(6, b"next")
@@ -158,5 +159,30 @@ def test_the_best_position_follows_every_change_of_what_is_known(changes: list[t
                 made.established.add(peer, ord(peer) % 2)
             case _:
                 made.kept_step = position.step
-        found = made.best()
+        found, wanted = made.best(), made.wanted()
         assert found == fresh(made)
+        made._judged_from = ()
+        assert wanted == made.wanted()
+        roster.check()
+
+
+def test_judging_many_claims_looks_at_each_member_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers claim thousands of positions: each claim is not compared with each member, again and again."""
+    looked_at = list[str]()
+    saw = RosterEntry.saw.fget
+    assert saw is not None
+
+    def counted(entry: RosterEntry) -> set[Position]:
+        looked_at.append(entry.digest.hex())
+        return saw(entry)
+
+    monkeypatch.setattr(RosterEntry, "saw", property(counted))
+    claims = [tuple(Position(1000 * n + k, b"made up") for k in range(64)) for n in range(20)]
+    made = search(*(hello(f"liar {n}", START, stage=n % 2, saved=claim) for n, claim in enumerate(claims)))
+    made.established.add("a", 0)
+    for _ in range(3):
+        assert made.best() is not None
+        assert made.wanted() == []
+        assert len(made.unproven()) == 20 * 64
+        assert made.without_any_state() == [0, 1]
+    assert len(looked_at) == 20
