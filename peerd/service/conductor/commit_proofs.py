@@ -1,7 +1,7 @@
 """Commit proofs between peers: serves this peer's (`proofs/1/show`), fetches others', and verifies their signatures.
 
 Also answers which peers are trusted, and whether a position that keepers announce counts for this peer. Hostile input:
-proofs. Signatures are verified some at a time, those of known members first, and no more than are needed.
+proofs. Signatures are verified some at a time: of known members alone, and one of each.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class CommitProofs:
         self._run, self._rpc, self._host, self._following = run, rpc, host, following
         self.evidence = Evidence()
         self.trusted = frozenset(trusted)
+        self.learned = 0  # number of proofs that others showed us
         self._users = 0
 
     def trust(self, peers: Iterable[str]) -> None:
@@ -86,21 +87,22 @@ class CommitProofs:
                 signed = await self._verified(proof, frozenset(known))
                 if 3 * len(signed) > len(known):
                     self.evidence.take(CommitProof(position, signed))
+                    self.learned += 1
                     return True
         return False
 
     async def _verified(self, proof: CommitProof, known: frozenset[str]) -> list[Committed]:
-        """The valid signatures of known members, one of each."""
-        found: dict[str, Committed] = {}
-        looked_at = 0
+        """The valid signatures of known members; of each the first one alone is looked at."""
+        found = list[Committed]()
+        looked_at = set[str]()
         for one in proof.committed:
-            if one.peer in known and one.peer not in found:
+            if one.peer in known and one.peer not in looked_at:
                 if has_committed(self._run, proof.position, one):
-                    found[one.peer] = one
-                looked_at += 1
-                if looked_at % _AT_ONCE == 0:
+                    found.append(one)
+                looked_at.add(one.peer)
+                if len(looked_at) % _AT_ONCE == 0:
                     await trio.lowlevel.checkpoint()
-        return list(found.values())
+        return found
 
     # --- keepers ----------------------------------------------------------------------------------------------
 
