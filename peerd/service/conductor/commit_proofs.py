@@ -111,9 +111,10 @@ class CommitProofs:
         evidence, names = self.evidence, {peer.text for peer in keepers}
         if position in evidence.seen or names & self.trusted:
             return True
-        known, signers = self.established(), evidence.signers(position)
-        if known and 3 * len(signers & known) > len(known):
-            return True
+        if signers := evidence.signers(position):
+            known = self.established()
+            if 3 * len(signers & known) > len(known) > 0:
+                return True
         return len({network for name in names if (network := self.network_of(name))}) >= KEEPERS
 
     def network_of(self, peer: str) -> str:
