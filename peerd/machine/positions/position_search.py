@@ -168,8 +168,11 @@ class PositionSearch:
         return known is not None and position.step > known.step and self.best() == position
 
     def is_apart(self, position: Position) -> bool:
-        """True for a position that this conductor never saw: perhaps of a part of the run that was cut off."""
-        return position != START and position != self.known and not self.proven.saw(position)
+        """True for a position that this conductor never saw: perhaps of a part of the run that was cut off.
+
+        Of positions older than all that it remembers it says nothing: whoever was away for long has one of these.
+        """
+        return position not in (START, self.known) and self.proven.missed(position)
 
     def is_over(self, now: float) -> bool:
         """True when the gathering wait is over."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.limits import ESTABLISHED_MEMBERS, ESTABLISHED_STEPS, SEEN_POSITIONS
+from peerd.core.limits import ESTABLISHED_MEMBERS, ESTABLISHED_STEPS, REMEMBERED_POSITIONS
 from peerd.core.messages.swarm import Position
 from peerd.machine.swarm.posts import peer_of
 from peerd.machine.swarm.roster import START, Roster, RosterEntry
@@ -118,7 +118,7 @@ class ProvenPositions:
         self.established = established
         self._own, self._trusted = own, frozenset(trusted)
         self._signers = signers
-        self._seen = BoundedDict[Position, None](SEEN_POSITIONS)
+        self._seen = BoundedDict[Position, None](REMEMBERED_POSITIONS)
         self._kept: dict[Position, None] = {}  # kept by keepers whose word counts
         self.announced: frozenset[Position] = frozenset()  # kept by any
         self._changes = 0
@@ -138,6 +138,11 @@ class ProvenPositions:
     def saw(self, position: Position) -> bool:
         """True when the conductor's own peer saw the swarm at this position."""
         return position in self._seen
+
+    def missed(self, position: Position) -> bool:
+        """True for a position that the conductor's own peer did not see, and is not too old for it to know."""
+        oldest = next(iter(self._seen), None)
+        return oldest is not None and position.step >= oldest.step and position not in self._seen
 
     def keepers(self, kept: Mapping[str, Collection[Position]], network_of: Callable[[str], str]) -> None:
         """Take the positions that keepers within reach keep. `network_of`: where a keeper is; "": unknown."""

@@ -114,6 +114,21 @@ def test_a_step_that_is_only_heard_of_counts_for_a_while_and_a_keeper_always() -
     assert made.best() is None
 
 
+def test_a_position_is_apart_where_the_conductor_would_have_seen_it_had_it_been_the_swarms() -> None:
+    """One that was away for many steps has an older position than any that the conductor remembers."""
+    seen = [Position(step, b"ours") for step in range(100, 164)]
+    made = PositionSearch(CONFIG, Origin(own="a", seen=seen), Roster(2), Course(), 0.0)
+    stand(made, Position(164, b"ours"))
+    assert not made.is_apart(Position(50, b"ours"))
+    assert not made.is_apart(seen[10])
+    assert not made.is_apart(START)
+    assert made.is_apart(Position(110, b"theirs"))
+    assert made.is_apart(Position(170, b"theirs"))
+    for step in range(165, 1000):
+        made.arrived(Position(step, b"ours"))
+    assert made.is_apart(Position(110, b"theirs")), "it still knows what it saw itself"
+
+
 def test_a_member_is_ahead_when_enough_others_stand_behind_it() -> None:
     made = search(hello("a", NOW), hello("c", NOW, stage=1), own="a")
     for peer, stage in ("a", 0), ("b", 0), ("c", 1):
