@@ -165,7 +165,7 @@ class PositionSearch:
     def is_ahead(self, peer: str) -> bool:
         """True when the member reports a later position than the conductor knew, with enough others behind it."""
         known, position = self.known, self._roster.entries[peer].position
-        return known is not None and position.step > known.step and self.best() == position
+        return known is not None and position.step > known.step and self.proves(position) and self.best() == position
 
     def is_apart(self, position: Position) -> bool:
         """True for a position that this conductor never saw: perhaps of a part of the run that was cut off.

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.messages.swarm import Position
+from peerd.machine.positions import position_search
 from peerd.machine.positions.phases import Course
 from peerd.machine.positions.position_search import PositionSearch
 from peerd.machine.swarm.events import ConductorConfig, MemberHello, Origin, SendMove
@@ -142,6 +143,19 @@ def test_a_member_is_ahead_when_enough_others_stand_behind_it() -> None:
     assert not made.is_ahead("b"), "the other stage cannot go there"
     made._roster.enter(hello("c", NEXT, stage=1))
     assert made.is_ahead("b")
+
+
+def test_a_stranger_that_claims_to_be_ahead_costs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its hellos, of which it may send any number, would cost a look at what all members claim."""
+    made = search(hello("a", NOW), hello("c", NOW, stage=1))
+    made.established.add("a", 0)
+    made.established.add("c", 1)
+    stand(made, NOW)
+    made._roster.enter(hello("liar", NEXT, stage=1))
+    searched = list[object]()
+    monkeypatch.setattr(position_search, "best_position", lambda *facts: searched.append(facts))
+    assert not made.is_ahead("liar")
+    assert searched == []
 
 
 def fresh(made: PositionSearch) -> Position | None:
