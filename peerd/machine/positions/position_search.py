@@ -32,6 +32,7 @@ class _Judged:
     proven: dict[Position, bool] = field(default_factory=dict)
     newest: dict[str, int] = field(default_factory=dict)  # step of each member
     wanted: list[Position] | None = None
+    unproven: dict[Position, list[str]] | None = None
 
 
 class PositionSearch:
@@ -154,7 +155,10 @@ class PositionSearch:
 
     def unproven(self) -> dict[Position, list[str]]:
         """Claimed positions that are not proven, the newest first, each with the members that claim it."""
-        return unproven(self._knowledge(), self._roster.entries)
+        judged = self._judgements()
+        if judged.unproven is None:  # each member that waits is told of one of them
+            judged.unproven = unproven(self._knowledge(), self._roster.entries)
+        return judged.unproven
 
     @property
     def known(self) -> Position | None:

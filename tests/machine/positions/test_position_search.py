@@ -192,6 +192,7 @@ def test_the_best_position_follows_every_change_of_what_is_known(changes: list[t
         assert found == fresh(made)
         made._judged_from = ()
         assert wanted == made.wanted()
+        assert found is None or found not in made.unproven()
         roster.check()
 
 
@@ -213,5 +214,6 @@ def test_judging_many_claims_looks_at_each_member_once(monkeypatch: pytest.Monke
         assert made.best() is not None
         assert made.wanted() == []
         assert len(made.unproven()) == 20 * 64
+        assert made.unproven() is made.unproven()
         assert made.without_any_state() == [0, 1]
     assert len(looked_at) == 20
