@@ -10,7 +10,7 @@ from peerd.core.messages.swarm import Done, Position
 from peerd.machine.batch.divergence import AGAIN_STEPS, DROPPED
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
-from peerd.machine.swarm.events import ConductorConfig, MoveEnded, Note, Output, SendMove, TrainerReport
+from peerd.machine.swarm.events import ConductorConfig, MoveEnded, Note, Origin, Output, SendMove, TrainerReport
 from tests.worlds.machines.conducting import hello
 
 BACK, NOW = Position(4, b"back"), Position(6, b"now")
@@ -21,7 +21,7 @@ class Run:
 
     def __init__(self) -> None:
         config = ConductorConfig(stages=1, microbatches=4, first_save=2, gather_s=1.0, own_pace=False)
-        self.conductor = Conductor(config, random.Random(1), 0.0)
+        self.conductor = Conductor(config, random.Random(1), 0.0, Origin(seen=[BACK, NOW]))
         self.now = 0.0
         self.out: list[Output] = []
         self.dropped = 0
@@ -89,6 +89,19 @@ def test_a_trainer_that_has_something_under_way_is_waited_for(run: Run) -> None:
     run.drop("t", 3 * DROPPED)
     assert run.conductor.phase is Phase.OPEN, "it may be finite for that one"
     run.tell(TrainerReport("u", 6, (), (), unknown=(1000,)))
+    assert run.conductor.phase is Phase.GATHERING
+
+
+@pytest.mark.parametrize("helped", [True, False])
+def test_a_trainer_that_is_quicker_than_the_others_does_not_send_the_run_back(run: Run, helped: bool) -> None:
+    """It drops what it begins before the others have begun anything at a new step: they may find it finite."""
+    run.tell(TrainerReport("u", 6, (), ()))
+    if helped:
+        run.conductor.batches.trainers.step_made(["u"])
+    run.drop("t", 3 * DROPPED)
+    assert run.conductor.phase is Phase.OPEN
+    assert run.notes() == []
+    run.drop("u", DROPPED)
     assert run.conductor.phase is Phase.GATHERING
 
 
