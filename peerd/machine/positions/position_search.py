@@ -217,8 +217,11 @@ class PositionSearch:
         waits = self._is_broken(now) or (self._course.phase is Phase.GATHERING and self.is_over(now))
         before = self.lost
         self.lost = waits and not self._roster.empty_stages() and self.best() is None
-        self._lost_since = min(self._lost_since, now) if self.lost else math.inf
-        self._forsaken |= now - self._lost_since >= self._patience_s
+        if self.lost:
+            self._lost_since = min(self._lost_since, now)
+            self._forsaken |= now - self._lost_since >= self._patience_s
+        elif self._course.phase is not Phase.GATHERING or self._roster.empty_stages():
+            self._lost_since = math.inf  # else a claim that is taken back, and made again, would start the wait over
         return self.lost != before
 
     @property
