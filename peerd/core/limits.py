@@ -263,6 +263,7 @@ GRANTED_TRAINERS: Final = 1024  # trainers' grants, due and early, that are not 
 ESTABLISHED_MEMBERS: Final = 4096  # of one stage, remembered as part of the run: as many as it may have
 ESTABLISHED_STEPS: Final = 256  # for which a member that takes part in no commit is still asked for its word
 SEEN_POSITIONS: Final = 64  # the newest that a peer remembers to have been the swarm's
+REMEMBERED_POSITIONS: Final = 4096  # likewise, of a conductor: some 200 bytes each
 COMMIT_PROOFS: Final = 8  # proofs of positions that a peer holds: of the newest checkpoints
 RECEIPTS_LOOKED_AT: Final = 16  # of one trainer's, when a member denies many: two thousandths of a second
 PROBATION_PLACES: Final = 4096  # places whose newcomers were let go; the oldest makes room

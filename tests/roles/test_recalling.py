@@ -8,6 +8,8 @@ from typing import Any
 import trio.testing
 
 from peerd.core.errors import Unreachable
+from peerd.core.ids import PeerId
+from peerd.core.keys import Keypair
 from peerd.core.messages.swarm import Position
 from peerd.machine.state.quorum import Claim, Poll
 from peerd.training.checkpoints.checkpoint_recovery import Recalling
@@ -88,3 +90,38 @@ def test_of_three_keepers_the_two_that_agree_are_believed() -> None:
     camp = Poll(0.0).decide(0.0, claims, 0).camp
     assert camp is not None
     assert camp.donors == ("b", "c")
+
+
+async def test_silent_keepers_with_newer_positions_leave_an_honest_one_a_turn_to_show_its_proof(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Strangers announce many positions of their own, and can be reached by nobody."""
+    honest, strangers = Keypair.from_seed(bytes(32)).peer_id, [Keypair.from_seed(bytes([n]) * 32) for n in range(1, 41)]
+    asked: list[Position] = []
+    saved: list[Position] = []
+    proven = set[Position]()
+    mine = recalling(asked, saved)
+
+    async def connect(peer: PeerId) -> None:
+        if peer != honest:
+            await trio.sleep(5.0)
+            raise Unreachable("nobody there")
+
+    async def learn(peer: PeerId, position: Position) -> bool:
+        if peer == honest and position == OLD:
+            proven.add(position)
+        else:
+            await trio.sleep(5.0)
+        return position in proven
+
+    made_up = {
+        key.peer_id: [Position(100 * n + k, b"made up") for k in range(32)] for n, key in enumerate(strangers, 1)
+    }
+    mine._services.directory.kept = {honest: [OLD], **made_up}
+    mine._services.proofs = SimpleNamespace(counts=lambda position, keepers: position in proven, learn=learn)  # type: ignore[assignment]
+    mine._ctx.host.connect = connect  # type: ignore[method-assign]
+    mine.swarm_is_lost(True)
+    with trio.move_on_after(60.0):
+        await mine.run(0)
+    assert saved == [OLD]
+    assert len(mine._asked) <= 1024

@@ -13,7 +13,7 @@ With each report only trainers are looked at whose wishes may have no place yet:
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, KeysView, Sequence
+from collections.abc import Container, Iterable, Iterator, KeysView, Sequence, Set
 from dataclasses import dataclass, field
 
 from peerd.core.bounded_dict import BoundedDict
@@ -66,6 +66,11 @@ class Admission:
 
     def __contains__(self, trainer: str) -> bool:
         return trainer in self._trainers
+
+    @property
+    def experienced(self) -> Set[str]:
+        """The trainers here that have helped to make a step; all that are here, where none has."""
+        return self._seasoned or self._trainers.keys()
 
     def absent(self, trainers: KeysView[str]) -> set[str]:
         """Those of them that are not here."""

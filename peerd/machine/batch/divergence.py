@@ -9,6 +9,7 @@ trainers' reports; as long as one trainer finishes anything, those of all others
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Final
 
 from peerd.core.messages.swarm import Position
@@ -40,11 +41,15 @@ class Divergence:
         """The swarm has another position: nothing was dropped there."""
         self._dropped.clear()
 
-    def has_come(self, due: Ledger) -> bool:
-        """True when nothing of the batch is finite: no microbatch was finished, and all trainers have dropped some."""
+    def has_come(self, due: Ledger, trainers: Set[str]) -> bool:
+        """True when nothing of the batch is finite: no microbatch was finished, and all trainers have dropped some.
+
+        `trainers`: those at work, whether they have begun anything or not. A quick one does not speak for the others.
+        """
         finished = due.undone < len(due.entries)
-        enough = sum(self._dropped.values()) >= DROPPED
-        return enough and not finished and not self.stopped and due.by_trainer.keys() <= self._dropped.keys()
+        enough = sum(self._dropped.get(trainer, 0) for trainer in trainers) >= DROPPED
+        everybody = due.by_trainer.keys() | trainers <= self._dropped.keys()
+        return enough and not finished and not self.stopped and everybody
 
     def judge(self, current: Position) -> str:
         """Bar the swarm's position, or stop; returns the warning."""

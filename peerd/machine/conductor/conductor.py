@@ -284,7 +284,8 @@ class Conductor:
         if self.takes(report.step):
             self._step.report(now, report)
             self._divergence.dropped(report.peer, self.batches.not_finite)
-            if self.phase is Phase.OPEN and self._divergence.has_come(self.batches.due):
+            trainers = self.batches.trainers.experienced
+            if self.phase is Phase.OPEN and self._divergence.has_come(self.batches.due, trainers):
                 self._go_back(now)
 
     def _go_back(self, now: float) -> None:

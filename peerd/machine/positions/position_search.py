@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 
 from peerd.core.limits import KEPT_SETS
 from peerd.core.messages.swarm import Position
@@ -20,7 +22,17 @@ from peerd.machine.positions.proven_positions import Established, ProvenPosition
 from peerd.machine.positions.recovery import Knowledge, agreeing_on, best_position, unproven
 from peerd.machine.swarm.events import ConductorConfig, Origin, SendMove
 from peerd.machine.swarm.posts import peer_of, short
-from peerd.machine.swarm.roster import START, Roster, RosterEntry
+from peerd.machine.swarm.roster import START, Roster
+
+
+@dataclass(slots=True)
+class _Judged:
+    """Judgements on positions, which hold until members move or the evidence changes: each costs a look at many."""
+
+    proven: dict[Position, bool] = field(default_factory=dict)
+    newest: dict[str, int] = field(default_factory=dict)  # step of each member
+    wanted: list[Position] | None = None
+    unproven: dict[Position, list[str]] | None = None
 
 
 class PositionSearch:
@@ -44,6 +56,8 @@ class PositionSearch:
         self._was_over = False  # the gathering wait, when it was last looked at
         self._follows_from: tuple[object, ...] = ()  # what the best position was found from
         self._best: Position | None = None
+        self._judged_from: tuple[object, ...] = ()
+        self._judged = _Judged()
         self._forsaken = False
         self._lacking: list[int] = []  # the stages without the current position, while it was looked for
         self.barred: set[Position] = set()  # positions at which the run diverged
@@ -94,9 +108,7 @@ class PositionSearch:
         return Knowledge(
             self._config.stages,
             self._config.first_save,
-            lambda position: (
-                position not in self.barred and (position == known or self.proven.proves(position, members))
-            ),
+            self.proves,
             lambda stage, position, by: (
                 (position == known and not self._cold) or self.proven.holds(stage, position, by, members)
             ),
@@ -113,7 +125,17 @@ class PositionSearch:
 
     def proves(self, position: Position) -> bool:
         """True for a position that was surely the run's; see `ProvenPositions`."""
-        return self._knowledge().proves(position)
+        found = self._judgements().proven
+        if position not in found:
+            proven = position == self.known or self.proven.proves(position, self._roster)
+            found[position] = position not in self.barred and proven
+        return found[position]
+
+    def _judgements(self) -> _Judged:
+        judged_from = self._roster.stands, self.proven.version, self.known, frozenset(self.barred)
+        if judged_from != self._judged_from:
+            self._judged_from, self._judged = judged_from, _Judged()
+        return self._judged
 
     def keepers(self, kept: Mapping[str, Collection[Position]], network_of: Callable[[str], str]) -> None:
         """Take the positions that keepers within reach keep; only those count that are proven."""
@@ -124,13 +146,19 @@ class PositionSearch:
 
     def wanted(self) -> list[Position]:
         """Proven positions that members claim, or keepers keep, the newest first: what members lack may be fetched."""
-        claimed = {p for entry in self._roster.entries.values() for p in entry.saw} | self.proven.announced
-        found = [p for p in sorted(claimed, reverse=True) if p != START and self.proves(p)]
-        return found[:KEPT_SETS]
+        judged = self._judgements()
+        if judged.wanted is None:
+            claimed = self._roster.witnessed() | self.proven.announced
+            found = (p for p in sorted(claimed, reverse=True) if p != START and self.proves(p))
+            judged.wanted = list(islice(found, KEPT_SETS))
+        return judged.wanted
 
     def unproven(self) -> dict[Position, list[str]]:
         """Claimed positions that are not proven, the newest first, each with the members that claim it."""
-        return unproven(self._knowledge(), self._roster.entries)
+        judged = self._judgements()
+        if judged.unproven is None:  # each member that waits is told of one of them
+            judged.unproven = unproven(self._knowledge(), self._roster.entries)
+        return judged.unproven
 
     @property
     def known(self) -> Position | None:
@@ -141,11 +169,14 @@ class PositionSearch:
     def is_ahead(self, peer: str) -> bool:
         """True when the member reports a later position than the conductor knew, with enough others behind it."""
         known, position = self.known, self._roster.entries[peer].position
-        return known is not None and position.step > known.step and self.best() == position
+        return known is not None and position.step > known.step and self.proves(position) and self.best() == position
 
     def is_apart(self, position: Position) -> bool:
-        """True for a position that this conductor never saw: perhaps of a part of the run that was cut off."""
-        return position != START and position != self.known and not self.proven.saw(position)
+        """True for a position that this conductor never saw: perhaps of a part of the run that was cut off.
+
+        Of positions older than all that it remembers it says nothing: whoever was away for long has one of these.
+        """
+        return position not in (START, self.known) and self.proven.missed(position)
 
     def is_over(self, now: float) -> bool:
         """True when the gathering wait is over."""
@@ -186,8 +217,11 @@ class PositionSearch:
         waits = self._is_broken(now) or (self._course.phase is Phase.GATHERING and self.is_over(now))
         before = self.lost
         self.lost = waits and not self._roster.empty_stages() and self.best() is None
-        self._lost_since = min(self._lost_since, now) if self.lost else math.inf
-        self._forsaken |= now - self._lost_since >= self._patience_s
+        if self.lost:
+            self._lost_since = min(self._lost_since, now)
+            self._forsaken |= now - self._lost_since >= self._patience_s
+        elif self._course.phase is not Phase.GATHERING or self._roster.empty_stages():
+            self._lost_since = math.inf  # else a claim that is taken back, and made again, would start the wait over
         return self.lost != before
 
     @property
@@ -207,7 +241,7 @@ class PositionSearch:
             return config.forsake_most_s
         if self._course.current is not None or all(map(self.established.knows_of, self.without_any_state())):
             return config.forsake_s
-        there = [entry for entry in self._roster.entries.values() if self._newest_of(entry)]
+        there = [entry for post, entry in self._roster.entries.items() if self._newest_of(post)]
         stepped = [entry for entry in there if entry.digest]  # since they began: the run was under way just now
         if 2 * len(stepped) <= len(there):
             return config.forsake_most_s
@@ -216,7 +250,7 @@ class PositionSearch:
     def loss(self, target: Position) -> str:
         """The text on what it costs to go to `target`; "" where nothing is lost."""
         current = self._course.current
-        newest = max(map(self._newest_of, self._roster.entries.values()), default=0)
+        newest = max(map(self._newest_of, self._roster.entries), default=0)
         before = current.step if current is not None else newest
         if target.step >= before:
             return ""
@@ -232,13 +266,17 @@ class PositionSearch:
 
     def without_any_state(self) -> list[int]:
         """The stages of which no member has a state beyond the start that counts."""
-        held = {entry.stage for entry in self._roster.entries.values() if self._newest_of(entry)}
+        held = {entry.stage for post, entry in self._roster.entries.items() if self._newest_of(post)}
         return [stage for stage in range(self._config.stages) if stage not in held]
 
-    def _newest_of(self, entry: RosterEntry) -> int:
+    def _newest_of(self, post: str) -> int:
         """The newest step that the member can reach, of those that are proven, or that nobody here can judge."""
-        knowledge = self._knowledge()
-        return max((p.step for p in entry.reach if knowledge.in_doubt or knowledge.proves(p)), default=0)
+        newest = self._judgements().newest
+        if post not in newest:
+            in_doubt = self.proven.knows_nothing(self._roster.entries)
+            reach = self._roster.entries[post].reach
+            newest[post] = max((p.step for p in reach if in_doubt or self.proves(p)), default=0)
+        return newest[post]
 
     def _is_broken(self, now: float) -> bool:
         return self._broken_since is not None and now - self._broken_since >= self._config.broken_s

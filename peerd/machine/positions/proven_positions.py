@@ -12,16 +12,26 @@ The start is always proven. Up to a third of the established members, and any nu
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from enum import Enum, auto
 from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.limits import ESTABLISHED_MEMBERS, ESTABLISHED_STEPS, SEEN_POSITIONS
+from peerd.core.limits import ESTABLISHED_MEMBERS, ESTABLISHED_STEPS, REMEMBERED_POSITIONS
 from peerd.core.messages.swarm import Position
 from peerd.machine.swarm.posts import peer_of
-from peerd.machine.swarm.roster import START, RosterEntry
+from peerd.machine.swarm.roster import START, Roster, RosterEntry
 
 _BEFORE: Final = -1  # the step of a commit under a conductor before this one
 KEEPERS: Final = 2  # that keep a position in different networks: then it counts
+
+
+class Backing(Enum):
+    """Which of two parts of a run is backed by enough of the members that a conductor knows."""
+
+    OURS = auto()
+    THEIRS = auto()
+    BOTH = auto()
+    NEITHER = auto()
 
 
 class Established:
@@ -93,12 +103,12 @@ class Established:
         there = set(map(peer_of, members))
         return {post for post in self._stage if post not in members and peer_of(post) in there}
 
-    def outweigh(self, signers: Set[str], ours: Set[str]) -> bool:
-        """True when peers that signed another part's position are more than a third of the established ones, and no
-        fewer than those of `ours`. In a run of two peers one alone is as many as the other.
-        """
-        signers = signers & self.peers
-        return 3 * len(signers) > len(self.peers) and len(signers) >= len(ours & self.peers)
+    def compare(self, ours: Set[str], theirs: Set[str]) -> Backing:
+        """Which of two parts of the run has enough known members behind it: more than a third of them."""
+        enough = [3 * len(part & self.peers) > len(self.peers) for part in (ours, theirs)]
+        if len(self.peers - {self._own}) == 0 or not any(enough):
+            return Backing.NEITHER
+        return Backing.BOTH if all(enough) else Backing.OURS if enough[0] else Backing.THEIRS
 
     def back(self, witnesses: Set[str]) -> bool:
         """True when the `witnesses` (peers) are more than a third of the established ones.
@@ -125,7 +135,7 @@ class ProvenPositions:
         self.established = established
         self._own, self._trusted = own, frozenset(trusted)
         self._signers = signers
-        self._seen = BoundedDict[Position, None](SEEN_POSITIONS)
+        self._seen = BoundedDict[Position, None](REMEMBERED_POSITIONS)
         self._kept: dict[Position, None] = {}  # kept by keepers whose word counts
         self.announced: frozenset[Position] = frozenset()  # kept by any
         self._changes = 0
@@ -145,6 +155,15 @@ class ProvenPositions:
     def saw(self, position: Position) -> bool:
         """True when the conductor's own peer saw the swarm at this position."""
         return position in self._seen
+
+    def missed(self, position: Position) -> bool:
+        """True for a position that the conductor's own peer did not see, and is not too old for it to know."""
+        oldest = next(iter(self._seen), None)
+        return oldest is not None and position.step >= oldest.step and position not in self._seen
+
+    def is_kept(self, position: Position) -> bool:
+        """True for a position of which keepers, whose word counts, keep the state."""
+        return position in self._kept
 
     def keepers(self, kept: Mapping[str, Collection[Position]], network_of: Callable[[str], str]) -> None:
         """Take the positions that keepers within reach keep. `network_of`: where a keeper is; "": unknown."""
@@ -180,14 +199,14 @@ class ProvenPositions:
         own = self._own in claims or not self._trusted.isdisjoint(map(peer_of, claims))
         return own or position in self.announced or self.established.vouch(stage, claims, members.keys())
 
-    def proves(self, position: Position, members: Mapping[str, RosterEntry]) -> bool:
+    def proves(self, position: Position, roster: Roster) -> bool:
         """True when the swarm may go on from `position`."""
         if position == START or position in self._seen or position in self._kept:
             return True
-        own = members.get(self._own)
+        own = roster.entries.get(self._own)
         if own is not None and position in own.reach:
             return True
-        witnesses = {peer_of(post) for post, entry in members.items() if position in entry.saw}
+        witnesses = set(map(peer_of, roster.witnesses(position)))
         if witnesses & self._trusted or self.established.back(witnesses):
             return True
         return self._signers is not None and self.established.back(self._signers(position))

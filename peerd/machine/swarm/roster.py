@@ -8,7 +8,7 @@ there are never more than MAX_MEMBERS members.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -96,6 +96,9 @@ class Roster:
         self.listed = 1  # of these, the last that may be a change of the list of members,
         self._listed_of = 0, 0  # and the numbers of changes of lines and stands then
         self.stands = 0  # number of changes of where members are, or could go
+        self._witnesses: dict[Position, set[str]] = {}  # the posts that bear each position out,
+        self._bears_out: dict[str, set[Position]] = {}  # and the positions of each post, as they are in there
+        self._stood = set[str]()  # posts that have moved since
         self._lagging = list[int]()  # the stages without a member at a position, and when this was found for which
         self._lagged: tuple[int, Position | None] = (-1, None)
 
@@ -112,7 +115,7 @@ class Roster:
         self._at[entry.stage].setdefault(entry.position, {})[hello.peer] = None
         if not self._delayed:
             entry.early = frozenset()
-        self.stands += 1
+        self._stands(hello.peer)
         self.change()
         return entry
 
@@ -121,7 +124,7 @@ class Roster:
         self._leave(peer)
         entry = self.entries.pop(peer, None)
         self._rates.pop(peer, None)
-        self.stands += 1
+        self._stands(peer)
         if self.lines.forget(peer) or entry is not None:
             self.change()
         return entry
@@ -131,12 +134,16 @@ class Roster:
         self._leave(peer)
         entry = self.entries[peer]
         entry.move(position, stepped=stepped)
-        self.stands += 1
+        self._stands(peer)
         self._at[entry.stage].setdefault(position, {})[peer] = None
 
     def note_helped(self, post: str) -> None:
         """The peer of this post has helped to make a step."""
         self._helped[peer_of(post)] = None
+
+    def _stands(self, peer: str) -> None:
+        self.stands += 1
+        self._stood.add(peer)
 
     def _leave(self, peer: str) -> None:
         entry = self.entries.get(peer)
@@ -151,7 +158,7 @@ class Roster:
         entry, saved = self.entries.get(peer), frozenset(positions)
         if entry is not None and entry.saved != saved:
             entry.saved = saved
-            self.stands += 1
+            self._stands(peer)
 
     def note_line(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...]) -> None:
         """The line of a member, or of a helper of `stage`, as it states it."""
@@ -177,6 +184,30 @@ class Roster:
             self.listed, self._listed_of = self.version, now
 
     # --- views ------------------------------------------------------------------------------------------------
+
+    def witnesses(self, position: Position) -> Set[str]:
+        """The posts of the members that bear `position` out (`RosterEntry.saw`)."""
+        self._note_witnesses()
+        return self._witnesses.get(position, frozenset())
+
+    def witnessed(self) -> Set[Position]:
+        """The positions that members bear out."""
+        self._note_witnesses()
+        return self._witnesses.keys()
+
+    def _note_witnesses(self) -> None:
+        for post in self._stood:
+            entry, before = self.entries.get(post), self._bears_out.pop(post, set())
+            now = entry.saw if entry is not None else set()
+            for lost in before - now:
+                self._witnesses[lost].discard(post)
+                if not self._witnesses[lost]:
+                    del self._witnesses[lost]
+            for new in now - before:
+                self._witnesses.setdefault(new, set()).add(post)
+            if now:
+                self._bears_out[post] = now
+        self._stood.clear()
 
     def session(self, peer: str) -> int | None:
         """The session of a living member; None: it is none."""
@@ -214,6 +245,9 @@ class Roster:
         found = {(s, p, peer) for s, there in enumerate(self._at) for p, posts in there.items() for peer in posts}
         assert found == {(entry.stage, entry.position, peer) for peer, entry in self.entries.items()}
         assert all(posts for there in self._at for posts in there.values())
+        self._note_witnesses()
+        bears_out = {(position, post) for post, entry in self.entries.items() for position in entry.saw}
+        assert bears_out == {(position, post) for position, posts in self._witnesses.items() for post in posts}
 
     def batch_before(self, target: Position) -> set[Mb]:
         """The batch that led to `target`, from what the members remember of it."""

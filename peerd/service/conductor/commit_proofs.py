@@ -1,12 +1,12 @@
 """Commit proofs between peers: serves this peer's (`proofs/1/show`), fetches others', and verifies their signatures.
 
 Also answers which peers are trusted, and whether a position that keepers announce counts for this peer. Hostile input:
-proofs. Signatures are verified some at a time, those of known members first, and no more than are needed.
+proofs. Signatures are verified some at a time: of known members alone, and one of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -15,7 +15,7 @@ import trio
 from peerd.core.addr import peers_named
 from peerd.core.errors import OTHER_RUN_FILE, Refused, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.limits import RPC_BODY_BYTES
+from peerd.core.limits import MEMBERS, RPC_BODY_BYTES
 from peerd.core.messages.commits import CommitProof, Committed, ProofShown, ShowProof
 from peerd.core.messages.proof import has_committed
 from peerd.core.messages.swarm import Position
@@ -43,6 +43,7 @@ class CommitProofs:
         self._run, self._rpc, self._host, self._following = run, rpc, host, following
         self.evidence = Evidence()
         self.trusted = frozenset(trusted)
+        self.learned = 0  # number of proofs that others showed us
         self._users = 0
 
     def trust(self, peers: Iterable[str]) -> None:
@@ -79,28 +80,48 @@ class CommitProofs:
         `known`: peers; None: `established`. False: there is no such proof there.
         """
         known = self.established() if known is None else known
+        signed = await self._verified(position, await self._shown(peer, position), frozenset(known))
+        if 3 * len(signed) <= len(known):
+            return False
+        self.evidence.take(CommitProof(position, signed))
+        self.learned += 1
+        return True
+
+    async def collect(self, peers: Sequence[PeerId], position: Position) -> None:
+        """Keep what these peers show of `position`, whoever signed it: for a keeper, which does not know the members.
+
+        Whoever asks the keeper verifies the signatures of those that it knows itself.
+        """
+        before = self.evidence.proof(position)
+        signed = {one.peer: one for one in before.committed} if before is not None else {}
+        for peer in peers:
+            shown = await self._shown(peer, position)
+            some = await self._verified(position, shown[: MEMBERS // len(peers)], frozenset(one.peer for one in shown))
+            signed |= {one.peer: one for one in some if one.peer not in signed}
+        if signed:
+            self.evidence.take(CommitProof(position, list(signed.values())[:MEMBERS]))
+
+    async def _shown(self, peer: PeerId, position: Position) -> list[Committed]:
+        """The signatures that `peer` shows of a position; none where it has no proof, or does not answer."""
         with suppress(RemoteError):
             body = ShowProof(self._run, position)
             proof = (await self._rpc.call(peer, _SHOW, body, ProofShown, timeout_s=_ANSWER_S)).body.proof
             if proof is not None and proof.position == position:
-                signed = await self._verified(proof, frozenset(known))
-                if 3 * len(signed) > len(known):
-                    self.evidence.take(CommitProof(position, signed))
-                    return True
-        return False
+                return proof.committed
+        return []
 
-    async def _verified(self, proof: CommitProof, known: frozenset[str]) -> list[Committed]:
-        """The valid signatures of known members, one of each."""
-        found: dict[str, Committed] = {}
-        looked_at = 0
-        for one in proof.committed:
-            if one.peer in known and one.peer not in found:
-                if has_committed(self._run, proof.position, one):
-                    found[one.peer] = one
-                looked_at += 1
-                if looked_at % _AT_ONCE == 0:
+    async def _verified(self, position: Position, shown: Sequence[Committed], known: frozenset[str]) -> list[Committed]:
+        """The valid signatures of known members; of each the first one alone is looked at."""
+        found = list[Committed]()
+        looked_at = set[str]()
+        for one in shown:
+            if one.peer in known and one.peer not in looked_at:
+                if has_committed(self._run, position, one):
+                    found.append(one)
+                looked_at.add(one.peer)
+                if len(looked_at) % _AT_ONCE == 0:
                     await trio.lowlevel.checkpoint()
-        return list(found.values())
+        return found
 
     # --- keepers ----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ hearsay go to the machine. Hostile input: a term in any peer's report only makes
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import trio
@@ -39,7 +40,7 @@ _FIRST_LOOK_S = 0.5
 _TAKE_OVER_GATHER_S = 0.3
 _LOOK_FOR_S = 3.0  # for a member to answer, before the new conductor decides without it
 _INSISTS_S = 8.0  # that a peer asks one that is conducted by another: in that time it has asked many in the order
-_PROOFS = 4  # positions, and members for each, that are asked for proofs in one look
+_PROOFS = 16  # members that are asked for proofs in one look, side by side
 _ASKED_AGAIN_S = 20.0  # between two such questions to one peer about one position
 _FORGOTTEN_S = 12.0  # between two calls, and it asks anew
 
@@ -58,11 +59,13 @@ class Duty:
     ) -> None:
         self._config, self._host, self._clock, self._driver, self._proofs = config, host, clock, driver, proofs
         self._rivals, self._following = rivals, rivals.following
-        self._own = self._following.own.text
         self.work: tuple[float, ...] = ()  # of a microbatch in each stage, relative to each other; empty: all the same
         self.term = 0  # the latest that is believed; this peer's own while it conducts
         self._doubt = trio.Event()  # set, and replaced, when a report names a later term than ours
         self._asked = BoundedDict[tuple[PeerId, Position], float](SUSPECTS)  # for a proof -> when
+        self._asked_last = BoundedDict[PeerId, float](SUSPECTS)  # likewise, of any position
+        self._at_once = trio.CapacityLimiter(_PROOFS)
+        self._learned = 0  # proofs that the machine knows of
         self._asking = BoundedDict[PeerId, tuple[float, float]](SUSPECTS)  # peers sent to look further -> since, last
 
     def hear_of_term(self, heard: int) -> None:
@@ -186,62 +189,84 @@ class Duty:
             await (directory.refresh() if self._gathers else self._following.refresh())
         await self._hear_of_steps()
         await self._look_for_proofs()
-        for peer, told in (await self._rivals.conducting()).items():
-            await self._weigh(peer, told)
+        rivals = await self._rivals.conducting()
+        if (machine := self._driver.machine) is not None:
+            asked = [(peer, told.current) for peer, told in rivals.items() if told.current is not None]
+            await self._ask_for_proofs(machine, asked)
+        for peer, told in rivals.items():
+            self._weigh(peer, told)
 
-    async def _weigh(self, peer: PeerId, told: Conducts) -> None:
+    def _weigh(self, peer: PeerId, told: Conducts) -> None:
         """Resign if the part of the run that `peer` conducts has more proven work, or else the better claim."""
         machine = self._driver.machine
         if machine is None:
             return
-        proven = told.current is not None and await self._proves(machine, peer, told.current)
-        machine = self._driver.machine
-        if machine is None or not self._rivals.better(self._reigning(machine), peer, told, proven):
+        ours, theirs = self._reigning(machine), self._backers(machine, peer, told)
+        if not self._rivals.better(ours, peer, told, machine.search.established.compare(ours.backers, theirs)):
             return
         self._following.hand_to(peer)
-        ours = machine.current
-        if ours is None or told.current is None or not ours.step or machine.search.proven.saw(told.current):
+        here = machine.current
+        if here is None or told.current is None or not here.step or machine.search.proven.saw(told.current):
             self._resign(f"{peer.short} conducts, too, and has the better claim")
             return
         dropped = machine.course.steps_made
         self._driver.warnings(
             f"{peer.short} conducts another part of this run, at step {told.current.step}; this part is at step "
-            f"{ours.step} and joins it. Dropped: what was made here since the parts separated, at "
+            f"{here.step} and joins it. Dropped: what was made here since the parts separated, at "
             f"most the {dropped} step{'s' * (dropped != 1)} since this peer conducts; members keep a checkpoint"
         )
         self._resign(f"the part that {peer.short} conducts has more proven work")
 
-    async def _proves(self, machine: Conductor, peer: PeerId, position: Position) -> bool:
-        """True when a rival's position is proven to us; `peer` is asked for a proof where it is not yet."""
-        if machine.search.proves(position):
-            return True
-        known = machine.search.established.peers
-        if known and await self._ask_for_proof(peer, position, known):
-            machine.search.proven.look_again()
-        signers, ours = self._proofs.evidence.signers(position), {*self._reigning(machine).followers, self._own}
-        return machine.search.proves(position) or machine.search.established.outweigh(signers, ours)
+    def _backers(self, machine: Conductor, peer: PeerId, told: Conducts) -> frozenset[str]:
+        """The known members that signed a rival's position; all of them where a trusted peer bears it out.
+
+        None for a position that this peer saw: whoever was there may be here by now.
+        """
+        if told.current is None or machine.search.proven.saw(told.current):
+            return frozenset()
+        if peer.text in self._proofs.trusted or machine.search.proven.is_kept(told.current):
+            return machine.search.established.peers
+        return self._proofs.evidence.signers(told.current)
 
     async def _look_for_proofs(self) -> None:
-        """Ask members whose positions nobody bears out for proofs: the newest positions first, a few in each look."""
+        """Ask members for proofs of their newest positions that nobody bears out, some members in each look.
+
+        Those that were not asked for longest come first: strangers' claims, however new, leave honest members a turn.
+        """
         machine = self._driver.machine
         if machine is None or not (self._gathers or machine.search.lacks):
             return
-        known, found = machine.search.established.peers, False
-        for position, posts in list(machine.search.unproven().items())[:_PROOFS]:
-            for post in posts[:_PROOFS]:
-                peer = PeerId.parse(peer_of(post))
-                found = found or (bool(known) and await self._ask_for_proof(peer, position, known))
-        if found:
-            machine.search.proven.look_again()
+        newest: dict[PeerId, Position] = {}
+        for position, posts in machine.search.unproven().items():
+            for peer in map(PeerId.parse, map(peer_of, posts)):
+                if peer not in newest and self._may_ask(peer, position):
+                    newest[peer] = position
+        order = sorted(newest, key=lambda peer: self._asked_last.get(peer, -math.inf))
+        await self._ask_for_proofs(machine, [(peer, newest[peer]) for peer in order[:_PROOFS]])
+
+    async def _ask_for_proofs(self, machine: Conductor, wanted: Iterable[tuple[PeerId, Position]]) -> None:
+        """Ask each of these peers for a proof of the position that it claims; peers that were just asked are left out.
+
+        They are asked side by side: one that does not answer holds nobody up but the others of this look.
+        """
+        if known := machine.search.established.peers:
+            async with trio.open_nursery() as nursery:
+                for peer, position in wanted:
+                    if self._may_ask(peer, position) and not machine.search.proves(position):
+                        self._asked[peer, position] = self._asked_last[peer] = trio.current_time()
+                        nursery.start_soon(self._ask_for_proof, peer, position, known)
+        if self._learned != self._proofs.learned and self._driver.machine is not None:
+            self._learned = self._proofs.learned
+            self._driver.machine.search.proven.look_again()
             self._driver.wake_waiting()
 
-    async def _ask_for_proof(self, peer: PeerId, position: Position, known: frozenset[str]) -> bool:
-        """True when `peer` shows a proof of a position that enough of the `known` peers signed; asked now and then."""
-        now = trio.current_time()
-        if now - self._asked.get((peer, position), -math.inf) < _ASKED_AGAIN_S:
-            return False
-        self._asked[peer, position] = now
-        return await self._proofs.learn(peer, position, known)
+    def _may_ask(self, peer: PeerId, position: Position) -> bool:
+        """True for a question for a proof that the peer was not asked just now."""
+        return trio.current_time() - self._asked.get((peer, position), -math.inf) >= _ASKED_AGAIN_S
+
+    async def _ask_for_proof(self, peer: PeerId, position: Position, known: frozenset[str]) -> None:
+        async with self._at_once:
+            await self._proofs.learn(peer, position, known)
 
     @property
     def _gathers(self) -> bool:
@@ -252,7 +277,12 @@ class Duty:
         reporting = self._driver.heard
         followers = {peer_of(post.peer) for post in machine.members() if post.since and post.peer in reporting}
         return Reigning(
-            self.term, followers, machine.course.has_stepped, machine.current, machine.search.established.peers
+            self.term,
+            followers,
+            machine.course.has_stepped,
+            machine.current,
+            machine.search.established.peers,
+            frozenset({self._following.own.text, *followers}),
         )
 
     async def _hear_of_steps(self) -> None:

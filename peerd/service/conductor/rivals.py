@@ -1,11 +1,11 @@
 """Rival conductors: asks the peers of stage 0, in parallel and for a bounded time, and weighs the claims of others.
 
 A term alone moves no duty. Only a peer that itself answers that it conducts can take the duty over. Of two parts of a
-run that meet the one with more proven work goes on: the later position, if it is proven (`ProvenPositions`). At equal
-work the followers of each decide: the members that report here against those whose records name the other, and only
-members that were part of the run before, where this peer knows any. Between equals, and while this peer's reign has
-made no step, the later term decides, and of one term the earlier place in the order. Terms far above ours are not
-believed. So two that conduct for a moment agree on one of them, and the claim of a peer without followers costs a look.
+run that meet the one with more proven work goes on: that with more than a third of the known members behind it, and of
+two such the one that made more steps. At equal work the followers of each decide: the members that report here against
+those whose records name the other, and only members that were part of the run before, where this peer knows any.
+Between equals, and while this peer's reign has made no step, the later term decides, and of one term the earlier place
+in the order. Terms far above ours are not believed. So two that conduct for a moment agree on one of them, and the claim of a peer without followers costs a look.
 Hostile input: any term and position, from any peer of stage 0; silence; records.
 """
 
@@ -23,6 +23,7 @@ from peerd.core.errors import Overloaded, RemoteError, TooSlow, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import LOOKED_AT_ONCE, LOOKED_AT_PEERS, TERM_FIRST, TERM_JUMP, TERM_MAX
 from peerd.core.messages.swarm import Conducts, Position, PostsHeld, WhichPosts, WhoConducts
+from peerd.machine.positions.proven_positions import Backing
 from peerd.net.host.host import Host
 from peerd.service.conductor.conductor_client import Following
 from peerd.service.rpc.rpc import Rpc
@@ -56,6 +57,7 @@ class Reigning:
     has_stepped: bool
     current: Position | None = None
     established: Collection[str] = ()
+    backers: frozenset[str] = frozenset()  # the peer itself and its followers
 
 
 class Rivals:
@@ -130,31 +132,34 @@ class Rivals:
                 pass
         return True
 
-    def better(self, ours: Reigning, peer: PeerId, told: Conducts, proven: bool) -> bool:
+    def better(self, ours: Reigning, peer: PeerId, told: Conducts, backing: Backing) -> bool:
         """True when `peer`, which answers that it conducts, has the better claim to the duty that is ours.
 
-        `proven`: the position that it names is proven to us.
+        `backing`: which of the two parts enough known members stand behind.
         """
-        by_work = self._more_work(ours, peer, told, proven)
+        by_work = self._more_work(ours, peer, told, backing)
         return by_work if by_work is not None else self._better_followed(ours, peer, told.term)
 
-    def _more_work(self, ours: Reigning, peer: PeerId, told: Conducts, proven: bool) -> bool | None:
-        """Whose part of the run has more proven work; None: neither, or it cannot be told from the work."""
-        if ours.current is None or told.current is None or ours.current == told.current:
+    def _more_work(self, ours: Reigning, peer: PeerId, told: Conducts, backing: Backing) -> bool | None:
+        """True if the other part of the run has more proven work, False if ours has; None if work does not decide.
+
+        A part counts with the members that are known to be in it: a peer that trains by itself for long yields.
+        """
+        here, there = ours.current, told.current
+        if here is None or there is None or here == there or backing is Backing.NEITHER:
             return None
-        if told.current.step <= ours.current.step and ours.has_stepped:
-            return False if told.current.step < ours.current.step else None
-        others = set(ours.established) - {self.following.own.text}
-        if proven or not others:  # nobody else bears out our own work: theirs is as good
-            return True if proven and told.current.step > ours.current.step else None
-        if told.current.step > ours.current.step and peer not in self._doubted:
+        if backing is Backing.THEIRS:
+            return True
+        if backing is Backing.BOTH:
+            return there.step > here.step if here.step != there.step else None
+        if there.step > here.step and peer not in self._doubted:
             self._doubted = {*list(self._doubted)[-LOOKED_AT_PEERS:], peer}
             log.warning(
-                "%s conducts another part of this run at step %d, which no member known here bears out; this part goes"
-                " on from step %d (to join the other: --trust %s)",
-                peer.short, told.current.step, ours.current.step, peer.text,
+                "%s conducts another part of this run at step %d, which too few members known here bear out; this part"
+                " goes on from step %d (to join the other: --trust %s)",
+                peer.short, there.step, here.step, peer.text,
             )  # fmt: skip
-        return False if ours.has_stepped else None
+        return False
 
     def _better_followed(self, ours: Reigning, peer: PeerId, claimed: int) -> bool:
         term = ours.term

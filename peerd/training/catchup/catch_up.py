@@ -119,6 +119,7 @@ class CatchingUp:
         self._goal: Position | None = None  # the swarm's position, while ours is another
         self.keep_branch: Callable[[Position], Awaitable[None]] = _keep_nothing  # before the state of one is dropped
         self._apart: Position | None = None  # a position of ours that the swarm's conductor never saw
+        self._kept_apart: Position | None = None  # the last such position that was kept
         self._seen = Signal()
         self._trail: Trail | None = None
         self._pace = CatchUpPace(services.run.limits.keep_totals)
@@ -287,10 +288,11 @@ class CatchingUp:
     async def _from_a_state(self, expected: Sequence[TensorSpec], trail: Trail) -> Position:
         """Take over a stage-mate's state; `trail` begins at its position, before the download ends."""
         before = self._joiner.position
-        if before == self._apart and before.step:
+        if before == self._apart != self._kept_apart and before.step:
             goal = self._goal.step if self._goal is not None else 0
             self._ctx.log.event("stage.branch_left", level="warning", stage=self._stage, before=before.step, step=goal)
             await self.keep_branch(before)
+            self._kept_apart = before
         request = StateRequest(self._services.fingerprint, self._stage)
         donors, had, began = [donor.text for donor in self._donors()], self._total_bytes, self._ctx.clock.now()
 

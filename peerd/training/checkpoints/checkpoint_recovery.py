@@ -19,15 +19,21 @@ is believed, the next older position is tried, and `problem` names both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from typing import Final
 
 import trio
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import ConfigError, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.limits import SUSPECTS
 from peerd.core.messages.swarm import Position, StateRequest
+from peerd.machine.swarm.roster import START
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal
@@ -39,6 +45,8 @@ _LOOK_S: Final = 2.0  # between two looks at the positions that backbones announ
 _FAILED_S: Final = 30.0  # before a position that could not be had is tried again
 _PATIENCE_S: Final = 60.0  # for the other stages to fetch the same position; then an older one may be the common one
 _AT_ONCE: Final = 2  # members of one stage that fetch without waiting for each other
+_PROOFS_S: Final = 10.0  # for keepers to show proofs, in one look,
+_ASKED_AT_ONCE: Final = 16  # and how many are asked side by side
 
 
 class Recalling:
@@ -59,7 +67,10 @@ class Recalling:
         self._patient_until = 0.0
         self._patience_s = _PATIENCE_S
         self._wanted = frozenset[Position]()  # proven to the conductor
-        self._failed: dict[Position, float] = {}  # position -> time until which it is not tried again
+        self._failed = BoundedDict[Position, float](SUSPECTS)  # position -> time until which it is not tried again
+        self._asked = BoundedDict[tuple[PeerId, Position], float](SUSPECTS)  # for a proof -> when
+        self._asked_last = BoundedDict[PeerId, float](SUSPECTS)  # likewise, for any position
+        self._told: Position | None = None  # the last position that the log named as in doubt
 
     def swarm_is_lost(self, lost: bool, wanted: Sequence[Position] = ()) -> None:
         """Take the conductor's word on whether the swarm is without a common position, and on which are proven."""
@@ -90,45 +101,72 @@ class Recalling:
         rank = mates.index(own) if own in mates else 0
         if since is None or now < max(self._patient_until, since + max(0, rank - _AT_ONCE + 1) * _PATIENCE_S):
             return None
-        kept = {position for positions in self._services.directory.kept.values() for position in positions}
-        wanted = [
-            position
-            for position in kept
-            if position.step > 0
-            and position not in self._saving.positions
-            and self._failed.get(position, now) <= now
-            and self._counts(position)
-        ]
-        keepers = self._services.directory.keepers
-        return max(wanted, key=lambda p: (p.step, len(keepers(p)), p.lineage), default=None)
+        for position, keepers in self._kept():
+            waits = position in self._saving.positions or self._failed.get(position, now) > now
+            if not waits and self._counts(position, keepers):
+                return position
+        return None
 
-    def _counts(self, position: Position) -> bool:
+    def _kept(self) -> list[tuple[Position, list[PeerId]]]:
+        """The positions that backbones announce, the newest first and of one step the most kept, with their keepers."""
+        found: dict[Position, list[PeerId]] = {}
+        for peer, positions in sorted(self._services.directory.kept.items()):
+            for position in {p for p in positions if p.step > 0}:
+                found.setdefault(position, []).append(peer)
+        return sorted(found.items(), key=lambda one: (one[0].step, len(one[1]), one[0].lineage), reverse=True)
+
+    def _counts(self, position: Position, keepers: Sequence[PeerId]) -> bool:
         """True for a position that was surely the run's, to the conductor or to this peer."""
-        keepers = self._services.directory.keepers(position)
         return position in self._wanted or self._services.proofs.counts(position, keepers)
 
     async def _look_for_proofs(self) -> None:
-        """Ask keepers for proofs of positions that only they bear out, the newest first; say what is missing."""
-        proofs, directory = self._services.proofs, self._services.directory
-        kept = sorted({p for positions in directory.kept.values() for p in positions}, reverse=True)
-        for position in kept:
-            keepers = directory.keepers(position)
-            if position in self._saving.positions or self._counts(position):
-                return
-            if self._failed.get(position, 0.0) > trio.current_time():
-                continue
-            for keeper in keepers[:_AT_ONCE]:
-                with suppress(RemoteError):
-                    await self._ctx.host.connect(keeper)  # also tells in which network it is
-                if await proofs.learn(keeper, position):
-                    return
-            self._failed[position] = trio.current_time() + _FAILED_S
-            if not self._counts(position):
-                self.problem = (
-                    f"backbone {keepers[0].short} keeps step {position.step}, which no member known here, and no "
-                    f"backbone in another network, bears out (to take its word: --trust {keepers[0].text})"
-                )
-                self._ctx.log.event("checkpoint.in_doubt", level="warning", step=position.step, reason=self.problem)
+        """Ask keepers for proofs of positions that only they bear out, for a bounded time; say what is missing.
+
+        Each is asked for its newest first. Those that were not asked for longest come first: many strangers, with any
+        number of positions, leave a keeper that has a proof a turn.
+        """
+        doubted = self._doubted()
+        with trio.move_on_after(_PROOFS_S):
+            while asked := self._to_ask(doubted):
+                proven = set[Position]()
+                async with trio.open_nursery() as nursery:
+                    for keeper, position in asked:
+                        self._asked[keeper, position] = self._asked_last[keeper] = trio.current_time()
+                        nursery.start_soon(self._ask_for_proof, keeper, position, proven)
+                doubted = [one for one in doubted if one[0] > max(proven, default=START)]
+        doubted = self._doubted()
+        if not doubted or self.problem is not None:
+            return
+        position, keepers = doubted[0]
+        self.problem = (
+            f"backbone {keepers[0].short} keeps step {position.step}, which no member known here, and no "
+            f"backbone in another network, bears out (to take its word: --trust {keepers[0].text})"
+        )
+        if position != self._told:
+            self._told = position
+            self._ctx.log.event("checkpoint.in_doubt", level="warning", step=position.step, reason=self.problem)
+
+    def _doubted(self) -> list[tuple[Position, list[PeerId]]]:
+        """The positions that backbones announce, and that do not count, before the newest one that does."""
+        kept, counts = self._kept(), self._counts
+        return list(takewhile(lambda one: one[0] not in self._saving.positions and not counts(*one), kept))
+
+    def _to_ask(self, doubted: Sequence[tuple[Position, list[PeerId]]]) -> list[tuple[PeerId, Position]]:
+        """Some keepers to ask for proofs now, each with its newest position for which it was not asked just now."""
+        now = trio.current_time()
+        newest: dict[PeerId, Position] = {}
+        for position, keepers in doubted:
+            for keeper in keepers:
+                if keeper not in newest and now - self._asked.get((keeper, position), -math.inf) >= _FAILED_S:
+                    newest[keeper] = position
+        order = sorted(newest, key=lambda keeper: self._asked_last.get(keeper, -math.inf))
+        return [(keeper, newest[keeper]) for keeper in order[:_ASKED_AT_ONCE]]
+
+    async def _ask_for_proof(self, keeper: PeerId, position: Position, proven: set[Position]) -> None:
+        with suppress(RemoteError):
+            await self._ctx.host.connect(keeper)  # also tells in which network it is
+        if await self._services.proofs.learn(keeper, position):
+            proven.add(position)
 
     async def _recall(self, position: Position, stage: int) -> bool:
         self.waits_for = f"the checkpoint of step {position.step} from a backbone"

@@ -23,9 +23,11 @@ from peerd.service.run_services import RunServices
 
 NAME: Final = "evidence.json"
 _LOOK_S: Final = 5.0  # between two looks for news
+_LAST_S: Final = 5.0  # for the disk to take the last news, at the end
 _PROOFS: Final = 4  # newest checkpoints whose proofs are looked for
 _ASKING: Final = 16  # members of a large swarm that ask for each: the conductor's line is not to be filled with them
 _LEFT_OUT: Final = 64
+_CONDUCTORS: Final = 4  # that a keeper asks
 _MOST_BYTES: Final = 64 << 20
 
 
@@ -65,12 +67,13 @@ class EvidenceStore:
                 await self._write()
                 await trio.sleep(_LOOK_S)
         finally:
-            with trio.CancelScope(shield=True):
+            with trio.move_on_after(_LAST_S, shield=True):  # a disk that hangs keeps no process from ending
                 await self._write()
 
     async def _look_for_proofs(self) -> None:
         """Ask the conductor for the proofs of our newest checkpoints; of many members only some ask."""
-        known = self._proofs.established()
+        if not (known := self._proofs.established()):
+            return  # no proof would count
         for position in self._positions()[-_PROOFS:]:
             if self._following.conductor is None or not position.step or position in self._left_out:
                 continue
@@ -82,12 +85,14 @@ class EvidenceStore:
                 self._left_out[position] = None
 
     async def prove(self, position: Position) -> None:
-        """For a keeper, which follows nobody: ask the conductor that the run's records name for a proof; store it."""
+        """For a keeper, which follows nobody: store the proofs of the conductors that the run's records name most.
+
+        Strangers' records are free, and may name a conductor of their own: what it shows stands beside the others'.
+        """
         entries = self._directory.announced.values()
         told = Counter(entry.progress.conductor for entry in entries if is_peer_text(entry.progress.conductor))
-        known = {entry.peer.text for entry in entries}
-        for conductor, _ in told.most_common(1):
-            await self._proofs.learn(PeerId.parse(conductor), position, known)
+        named = [PeerId.parse(conductor) for conductor, _ in told.most_common(_CONDUCTORS)]
+        await self._proofs.collect(named, position)
         await self._write()
 
     async def _write(self) -> None:

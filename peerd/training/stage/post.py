@@ -46,6 +46,7 @@ from peerd.training.stage.session import ConductorSession, Holdings, PostReport
 from peerd.training.stage_works import stage_works
 
 _LEAVE_PATIENCE_S: Final = 4.0
+_BRANCH_S: Final = 30.0  # for the disk to take the checkpoint of a branch that is left
 
 
 class Post:
@@ -250,10 +251,14 @@ class Post:
         self._ctx.log.event("stage.restored", level=level, stage=self.stage, step=target.step, **facts)
 
     async def _keep_branch(self, position: Position) -> None:
-        """Keep a checkpoint of a position that only a part of the run reached, which is left now."""
+        """Keep a checkpoint of a position that only a part of the run reached, which is left now.
+
+        A disk that takes none for long holds nobody up.
+        """
         if self.state.position == position:
             await self.state.save()
-            await self.saving.written()
+            with trio.move_on_after(_BRANCH_S):
+                await self.saving.written()
             self.saving.hold(position)
 
     def _made_step(self, before: Position, leap: Leap, counted: int) -> None:

@@ -92,6 +92,19 @@ def test_a_trainer_that_has_something_under_way_is_waited_for(run: Run) -> None:
     assert run.conductor.phase is Phase.GATHERING
 
 
+@pytest.mark.parametrize("helped", [True, False])
+def test_a_trainer_that_is_quicker_than_the_others_does_not_send_the_run_back(run: Run, helped: bool) -> None:
+    """It drops what it begins before the others have begun anything at a new step: they may find it finite."""
+    run.tell(TrainerReport("u", 6, (), ()))
+    if helped:
+        run.conductor.batches.trainers.step_made(["u"])
+    run.drop("t", 3 * DROPPED)
+    assert run.conductor.phase is Phase.OPEN
+    assert run.notes() == []
+    run.drop("u", DROPPED)
+    assert run.conductor.phase is Phase.GATHERING
+
+
 def test_what_was_never_admitted_does_not_count(run: Run) -> None:
     for seq in range(3 * DROPPED):
         run.tell(TrainerReport("t", 6, (), (), unknown=(seq,)))

@@ -212,3 +212,21 @@ def test_what_a_keeper_keeps_is_waited_for() -> None:
     ((_, text),) = warnings(steps(made, 60.0, 70.0))
     assert text.endswith("from step 34 to step 30")
     assert made.current == SAVED
+
+
+def test_a_stranger_that_takes_its_claim_back_and_repeats_it_delays_a_start_no_longer() -> None:
+    config = ConductorConfig(stages=2, microbatches=4, first_save=10, gather_s=1.0, forsake_most_s=600.0)
+    made = Conductor(config, random.Random(1), 0.0, Origin(own="0a"))
+    far = Position(10**9, b"made up")
+    for event in (at_stage("0a"), at_stage("1a"), at_stage("0liar", far)):
+        made.handle(0.0, event)
+    now = claimed = 0.0
+    while made.phase is Phase.GATHERING and now < 10_000.0:
+        now += 1.0
+        made.wake(now)
+        if made.lost and now - claimed >= 500.0:
+            made.handle(now, at_stage("0liar"))
+            made.handle(now + 0.5, at_stage("0liar", far))
+            claimed = now
+    assert made.phase is not Phase.GATHERING
+    assert now < 700.0

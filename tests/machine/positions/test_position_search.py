@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.messages.swarm import Position
+from peerd.machine.positions import position_search
 from peerd.machine.positions.phases import Course
 from peerd.machine.positions.position_search import PositionSearch
 from peerd.machine.swarm.events import ConductorConfig, MemberHello, Origin, SendMove
-from peerd.machine.swarm.roster import START, Roster
+from peerd.machine.swarm.roster import START, Roster, RosterEntry
 from tests.worlds.machines.conducting import hello
 
 OLD, NOW, NEXT = Position(4, b"old"), Position(5, b"now"), Position(6, b"next")
@@ -113,6 +115,21 @@ def test_a_step_that_is_only_heard_of_counts_for_a_while_and_a_keeper_always() -
     assert made.best() is None
 
 
+def test_a_position_is_apart_where_the_conductor_would_have_seen_it_had_it_been_the_swarms() -> None:
+    """One that was away for many steps has an older position than any that the conductor remembers."""
+    seen = [Position(step, b"ours") for step in range(100, 164)]
+    made = PositionSearch(CONFIG, Origin(own="a", seen=seen), Roster(2), Course(), 0.0)
+    stand(made, Position(164, b"ours"))
+    assert not made.is_apart(Position(50, b"ours"))
+    assert not made.is_apart(seen[10])
+    assert not made.is_apart(START)
+    assert made.is_apart(Position(110, b"theirs"))
+    assert made.is_apart(Position(170, b"theirs"))
+    for step in range(165, 1000):
+        made.arrived(Position(step, b"ours"))
+    assert made.is_apart(Position(110, b"theirs")), "it still knows what it saw itself"
+
+
 def test_a_member_is_ahead_when_enough_others_stand_behind_it() -> None:
     made = search(hello("a", NOW), hello("c", NOW, stage=1), own="a")
     for peer, stage in ("a", 0), ("b", 0), ("c", 1):
@@ -126,6 +143,19 @@ def test_a_member_is_ahead_when_enough_others_stand_behind_it() -> None:
     assert not made.is_ahead("b"), "the other stage cannot go there"
     made._roster.enter(hello("c", NEXT, stage=1))
     assert made.is_ahead("b")
+
+
+def test_a_stranger_that_claims_to_be_ahead_costs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its hellos, of which it may send any number, would cost a look at what all members claim."""
+    made = search(hello("a", NOW), hello("c", NOW, stage=1))
+    made.established.add("a", 0)
+    made.established.add("c", 1)
+    stand(made, NOW)
+    made._roster.enter(hello("liar", NEXT, stage=1))
+    searched = list[object]()
+    monkeypatch.setattr(position_search, "best_position", lambda *facts: searched.append(facts))
+    assert not made.is_ahead("liar")
+    assert searched == []
 
 
 def fresh(made: PositionSearch) -> Position | None:
@@ -158,5 +188,32 @@ def test_the_best_position_follows_every_change_of_what_is_known(changes: list[t
                 made.established.add(peer, ord(peer) % 2)
             case _:
                 made.kept_step = position.step
-        found = made.best()
+        found, wanted = made.best(), made.wanted()
         assert found == fresh(made)
+        made._judged_from = ()
+        assert wanted == made.wanted()
+        assert found is None or found not in made.unproven()
+        roster.check()
+
+
+def test_judging_many_claims_looks_at_each_member_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers claim thousands of positions: each claim is not compared with each member, again and again."""
+    looked_at = list[str]()
+    saw = RosterEntry.saw.fget
+    assert saw is not None
+
+    def counted(entry: RosterEntry) -> set[Position]:
+        looked_at.append(entry.digest.hex())
+        return saw(entry)
+
+    monkeypatch.setattr(RosterEntry, "saw", property(counted))
+    claims = [tuple(Position(1000 * n + k, b"made up") for k in range(64)) for n in range(20)]
+    made = search(*(hello(f"liar {n}", START, stage=n % 2, saved=claim) for n, claim in enumerate(claims)))
+    made.established.add("a", 0)
+    for _ in range(3):
+        assert made.best() is not None
+        assert made.wanted() == []
+        assert len(made.unproven()) == 20 * 64
+        assert made.unproven() is made.unproven()
+        assert made.without_any_state() == [0, 1]
+    assert len(looked_at) == 20

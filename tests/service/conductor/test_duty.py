@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from trio.testing import MockClock
 from peerd.core.errors import Refused
 from peerd.core.keys import Keypair
 from peerd.core.messages.progress import StageProgress
-from peerd.core.messages.swarm import MemberInfo, Position
+from peerd.core.messages.swarm import Conducts, MemberInfo, Position
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.posts import post_name
 from peerd.service.swarm.directory import StagePeer
@@ -185,3 +186,52 @@ async def test_a_state_is_forsaken_soon_only_where_nobody_who_had_it_is_there(
         assert (machine.phase is not Phase.GATHERING) is soon
         await trio.sleep(20.0)
         assert machine.phase is not Phase.GATHERING
+
+
+async def test_strangers_with_newer_claims_leave_honest_members_a_turn_to_show_proofs(
+    autojump_clock: MockClock,
+) -> None:
+    """They claim more positions than are asked for in many looks, and answer nothing."""
+    strangers = [Keypair.from_seed(bytes([n, 1]) * 16).peer_id for n in range(30)]
+    asked = list[Any]()
+    async with running(stages=2, first_save=4) as scene:
+
+        async def learn(peer: Any, position: Position, known: Any = None) -> bool:
+            asked.append((peer, position))
+            await trio.sleep(5.0)
+            return False
+
+        scene.proofs.learn = learn  # type: ignore[method-assign]
+        scene.proofs.evidence.stepped(Position(3, b"real"), {post_name(OTHER.peer_id.text, 1): 1})
+        scene.duty.act(0, OWN.peer_id)
+        for n, stranger in enumerate(strangers):
+            claims = tuple(Position(1000 * (n + 1) + k, b"made up") for k in range(64))
+            scene.feed(hello(post_name(stranger.text, n % 2), claims[0], stage=n % 2, saved=claims))
+        honest = Position(8, b"signed")
+        scene.feed(hello(post_name(THIRD.peer_id.text, 1), stage=1, saved=(honest,)))
+        await trio.sleep(20.0)
+        assert (THIRD.peer_id, honest) in asked
+        looks = scene.others.looks
+        assert max(after - before for before, after in pairwise(looks)) < 8.0
+
+
+async def test_rivals_that_show_no_proof_do_not_keep_it_from_weighing_the_others(autojump_clock: MockClock) -> None:
+    silent = [Keypair.from_seed(bytes([n, 2]) * 16).peer_id for n in range(20)]
+    async with running() as scene:
+
+        async def conducting() -> dict[Any, Conducts]:
+            await trio.lowlevel.checkpoint()
+            made_up = {peer: Conducts(1, Position(100 + n, b"made up")) for n, peer in enumerate(silent)}
+            return made_up | {OTHER.peer_id: Conducts(2)}
+
+        async def learn(peer: Any, position: Position, known: Any = None) -> bool:
+            await trio.sleep(5.0)
+            return False
+
+        scene.others.conducting = conducting  # type: ignore[method-assign]
+        scene.proofs.learn = learn  # type: ignore[method-assign]
+        scene.proofs.evidence.stepped(Position(3, b"real"), {post_name(THIRD.peer_id.text, 0): 0})
+        scene.duty.act(0, OWN.peer_id)
+        await trio.sleep(15.0)
+        assert scene.driver.tenure is None
+        assert scene.following.conductor == OTHER.peer_id

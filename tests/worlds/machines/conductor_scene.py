@@ -13,6 +13,7 @@ from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.messages.swarm import Conducts, Mbs, MemberSync, Position, Seqs, TrainerSync
+from peerd.machine.positions.proven_positions import Backing
 from peerd.machine.swarm.events import ConductorConfig, Event, SendMove, SendPrepare
 from peerd.machine.swarm.roster import START
 from peerd.service.conductor.commit_proofs import CommitProofs
@@ -89,7 +90,7 @@ class Others:
         await trio.lowlevel.checkpoint()
         return peer not in self.silent
 
-    def better(self, ours: Reigning, peer: PeerId, told: Conducts, proven: bool) -> bool:
+    def better(self, ours: Reigning, peer: PeerId, told: Conducts, backing: Backing) -> bool:
         self.ours.append(ours)
         return told.term > ours.term
 
