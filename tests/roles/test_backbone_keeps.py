@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import trio
+from msgspec import structs
 
 from peerd.compute.checkpoint import Checkpoints
 from peerd.core.errors import ConfigError
@@ -59,6 +60,12 @@ async def started(s: Swarm, run: RunFile, backbones: int) -> tuple[list[Peer], l
     return keepers, stages
 
 
+def trusting(run: RunFile, *keepers: Peer) -> RunFile:
+    """The run as new peers have it whose users trust these keepers: nobody else bears out where the run was."""
+    limits = structs.replace(run.limits, trust=[keeper.host.id.text for keeper in keepers])
+    return structs.replace(run, limits=limits)
+
+
 def kept(peer: Peer) -> list[int]:
     found: list[int] = peer.role.status().get("kept_steps", [])
     return found
@@ -95,6 +102,7 @@ async def test_of_two_backbones_one_is_killed_and_the_run_goes_on_from_what_the_
         shutil.rmtree(place / lost)
     async with swarm(place) as s:
         second = await s.start("backbone1", BackboneRole, run)
+        run = trusting(run, second)
         stages = [await s.start(f"stage{i}", StageRole, pinned(run, i)) for i in range(2)]
         await s.start("trainer", TrainerRole, run)
         await until(s, stages[0], "goes on", lambda: step_of(stages[0]) > newest + 1)
@@ -189,6 +197,7 @@ async def test_a_fresh_peer_does_not_begin_at_the_start_when_nobody_can_give_wha
     async with swarm(tmp_path / "peers") as s:
         await kept_by(s, run, backbones=1)
         monkeypatch.setattr(Saving, "load", broken)
+        run = trusting(run, s.peers["backbone0"])
         fresh = [await s.start(f"fresh{i}", StageRole, pinned(run, i)) for i in range(2)]
         await s.start("new trainer", TrainerRole, run)
         with trio.fail_after(60):
@@ -220,6 +229,7 @@ async def test_a_backbone_that_gives_wrong_bytes_is_refused_and_named(
         liar, honest = sorted((s.peers[f"backbone{i}"] for i in range(2)), key=lambda peer: peer.host.id)
         liar_name = liar.host.id.text  # the first is asked first
         liars.append(liar.role._keeping._giving)
+        run = trusting(run, liar, honest)
         fresh = [await s.start(f"fresh{i}", StageRole, pinned(run, i)) for i in range(2)]
         await s.start("new trainer", TrainerRole, run)
         for peer in fresh:
