@@ -5,7 +5,8 @@ run that meet the one with more proven work goes on: that with more than a third
 two such the one that made more steps. At equal work the followers of each decide: the members that report here against
 those whose records name the other, and only members that were part of the run before, where this peer knows any.
 Between equals, and while this peer's reign has made no step, the later term decides, and of one term the earlier place
-in the order. Terms far above ours are not believed. So two that conduct for a moment agree on one of them, and the claim of a peer without followers costs a look.
+in the order. Terms far above ours are not believed. So two that conduct for a moment agree on one of them, and the
+claim of a peer without followers costs a look.
 Hostile input: any term and position, from any peer of stage 0; silence; records.
 """
 

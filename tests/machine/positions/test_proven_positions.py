@@ -13,7 +13,7 @@ from peerd.core.messages.proof import commit_signature, has_committed
 from peerd.core.messages.swarm import Moved, Position
 from peerd.machine.positions.evidence import Evidence
 from peerd.machine.positions.proven_positions import Established, ProvenPositions
-from peerd.machine.swarm.roster import START, RosterEntry
+from peerd.machine.swarm.roster import START, Roster
 from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.rpc.rpc import Answer
 from tests.worlds.machines.conducting import hello
@@ -29,16 +29,20 @@ def proven(known: dict[str, int] | None = None, **more: Any) -> ProvenPositions:
     return ProvenPositions("own/0", Established("own/0", KNOWN if known is None else known), **more)
 
 
-def members(**saw: Position) -> dict[str, RosterEntry]:
+def members(**saw: Position) -> Roster:
     """Members of stage 1 that hold these positions."""
-    return {f"{peer}/1": RosterEntry.of(hello(f"{peer}/1", START, stage=1, saved=(p,))) for peer, p in saw.items()}
+    roster = Roster(2)
+    for peer, position in saw.items():
+        roster.enter(hello(f"{peer}/1", START, stage=1, saved=(position,)))
+    return roster
 
 
 def test_what_the_own_peer_saw_needs_no_living_witness() -> None:
     """All others may be dead: checkpoints that were once good stay good."""
     assert proven(seen=[NOW]).proves(NOW, members(newcomer=NOW))
     assert not proven().proves(NOW, members(newcomer=NOW))
-    own = {"own/0": RosterEntry.of(hello("own/0", START, saved=(NOW,)))}
+    own = Roster(2)
+    own.enter(hello("own/0", START, saved=(NOW,)))
     assert proven().proves(NOW, own)
 
 
@@ -51,7 +55,7 @@ def test_more_than_a_third_of_the_known_members_bear_a_position_out() -> None:
 def test_whoever_knows_nothing_believes_no_number_of_strangers() -> None:
     nothing = proven({})
     crowd = members(x=MADE_UP, y=MADE_UP, z=MADE_UP)
-    assert nothing.knows_nothing(crowd)
+    assert nothing.knows_nothing(crowd.entries)
     assert not nothing.proves(MADE_UP, crowd)
     assert nothing.proves(START, crowd)
     assert proven({}, trusted=["z"]).proves(MADE_UP, crowd), "the user chose to"
@@ -68,7 +72,7 @@ def test_keepers_are_believed_in_two_networks_by_who_knows_nobody_else_or_if_the
     ]:
         made = proven(known, trusted=trusted)
         made.keepers(kept, NETWORKS)
-        assert made.proves(NOW, {}) is counts, (kept, known, trusted)
+        assert made.proves(NOW, Roster(2)) is counts, (kept, known, trusted)
 
 
 def test_a_member_that_is_long_gone_has_no_say_for_ever() -> None:
