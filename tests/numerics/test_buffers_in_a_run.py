@@ -43,8 +43,15 @@ async def test_replicas_with_batch_norm_agree_also_with_one_that_joins_late(
     late: list[Peer] = []
     as_usual = TrainerRole.in_flight
 
+    trainers: dict[TrainerRole, None] = {}
+
     def in_flight(self: TrainerRole) -> int:
-        """Nothing for a while, where the late one would find the run at its end."""
+        """Nothing until the start was evaluated, for training goes first; and nothing for a while, where the late one
+        would find the run at its end.
+        """
+        trainers[self] = None
+        if not any(one.status()["evaluations"] for one in trainers):
+            return 0
         arrived = any(peer.role.replica is not None and peer.role.replica.step for peer in late)
         return as_usual(self) if arrived or self.replica is None or self.replica.step <= LATE else 0
 

@@ -45,12 +45,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
 
 async def until(s: Swarm, peer: Peer, what: str, true: Callable[[], bool]) -> None:
     """Looks again whenever the peer's role has: a backbone at the run, a stage peer at a step."""
-    with trio.move_on_after(60):
+    with trio.move_on_after(120):  # records of peers that are gone live for a minute: till then newcomers wait for them
         while not true():
             role = peer.role
             await (role.moved() if isinstance(role, StageRole) else role._looked.wait())
         return
-    pytest.fail(f"not within a minute: {what}\n" + "\n".join(events(s.peers.values())))
+    pytest.fail(f"not within two minutes: {what}\n" + "\n".join(events(s.peers.values())))
 
 
 async def started(s: Swarm, run: RunFile, backbones: int) -> tuple[list[Peer], list[Peer]]:
