@@ -105,12 +105,22 @@ class ExpertLineages:
 
     def is_open(self, now: float, uid: Uid, claims: Sequence[SeenClaim], copies: Sequence[KeptCopy]) -> bool:
         """True if the owner of an expert cannot be told without the networks of holders."""
-        known, owners = self._known.get(uid), {c.peer for c in claims} | {c.pointer.peer for c in copies}
-        if self.hosted(uid) is not None:
-            return any(claim.peer != self._own for claim in claims)
-        if known is None or not self._lives(now, known, OwnerTree.of(claims, ())):
-            return len(owners) > 1
-        return any(ExpertReign(claim.generation, claim.peer) in known.trail for claim in claims)
+        known, tree, generation = self._known.get(uid), OwnerTree.of(claims, ()), self.hosted(uid)
+        if generation is not None:
+            rivals = [*tree.claims]
+            if known is not None and known.reign == ExpertReign(generation, self._own):
+                rivals = self._renewed(known, tree)
+            return any(reign.owner != self._own for reign in rivals)
+        if known is None or not self._lives(now, known, tree):
+            return len({claim.peer for claim in claims} | {copy.pointer.peer for copy in copies}) > 1
+        return any(reign in known.trail for reign in self._renewed(known, tree))
+
+    def gone(self, now: float, uid: Uid, claims: Sequence[SeenClaim]) -> PeerId | None:
+        """The last known owner of an expert, if another host may have followed it."""
+        known = self._known.get(uid)
+        if known is None or self._lives(now, known, OwnerTree.of(claims, ())):
+            return None
+        return known.reign.owner
 
     def settle(self, now: float, uid: Uid, claims: Sequence[SeenClaim], copies: Sequence[KeptCopy]) -> SettledOwner:
         """The owner of an expert, by what the directory shows of it now. `copies`: the newest first."""

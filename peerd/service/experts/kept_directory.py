@@ -99,7 +99,7 @@ class KeptDirectory:
         self._genuine = BoundedDict[bytes, None](4 * KEPT_EXPERTS)  # signatures of pointers that were checked
         self._announce_s = run.experts.announce_s
         self.lineages = ExpertLineages(run.experts.announce_s, peer.host.id, self.seat)
-        self._silent = BoundedDict[PeerId, float](KEPT_EXPERTS)  # holders that did not answer, until when
+        self._silent = BoundedDict[PeerId, float](KEPT_EXPERTS)  # peers that did not answer, until when
         self._said = BoundedDict[PeerId, float](KEPT_EXPERTS)  # owners outside the lineage, until when
         self._published: dict[tuple[Key, bytes], tuple[object, float]] = {}  # what of it is told anew, and when it was
 
@@ -139,10 +139,16 @@ class KeptDirectory:
     async def _settle(self, view: CustodyView, copies: dict[Uid, list[KeptCopy]]) -> None:
         """Fill in the owner of each expert, and what its owners kept."""
         uids, now = [*dict.fromkeys([*view.told, *copies])], trio.current_time()
-        unsure = [u for u in uids if self.lineages.is_open(now, u, view.told.get(u, ()), copies.get(u, ()))]
-        if unsure:
-            holders = [peer for uid in unsure for copy in copies.get(uid, ()) for peer in copy.holders]
-            await self._call([*holders, *(claim.peer for uid in unsure for claim in view.told.get(uid, ()))])
+        holders, claimants = list[PeerId](), list[PeerId]()
+        for uid in uids:
+            claims, shown = view.told.get(uid, ()), copies.get(uid, ())
+            if self.lineages.is_open(now, uid, claims, shown):
+                # Who adopts looks whether the last owner answers; to wait for it here, too, makes each look late.
+                gone = self.lineages.gone(now, uid, claims)
+                holders += [peer for copy in shown for peer in copy.holders if peer != gone]
+                claimants += [claim.peer for claim in claims if claim.peer != gone]
+        if holders or claimants:
+            await self._call([*holders, *claimants])
         for number, uid in enumerate(uids):
             if number % 64 == 63:
                 await trio.lowlevel.checkpoint()
@@ -178,13 +184,18 @@ class KeptDirectory:
         return user.place if user.region.startswith(NEAR) else user.region
 
     async def answers(self, peer: PeerId, timeout_s: float) -> bool:
-        """True when a peer gives an answer, whatever it is."""
+        """True when a peer gives an answer, whatever it is. One that gives none in the time of a look is not called by
+        looks for a while.
+        """
         try:
             await self._peer.rpc.call(peer, GET, _NOTHING, Empty, timeout_s=timeout_s, reply_frame_bytes=0)
         except (Unreachable, TooSlow):
+            if timeout_s >= self._patience_s:
+                self._silent[peer] = trio.current_time() + self._announce_s
             return False
         except RemoteError:
-            return True
+            pass
+        self._silent.pop(peer, None)
         return True
 
     async def _call(self, peers: Iterable[PeerId]) -> None:
@@ -194,13 +205,9 @@ class KeptDirectory:
             peer for peer in dict.fromkeys(peers) if self.seat(peer) is None and self._silent.get(peer, now) <= now
         ]
 
-        async def call(peer: PeerId) -> None:
-            if not await self.answers(peer, self._patience_s):
-                self._silent[peer] = now + self._announce_s
-
         async with trio.open_nursery() as nursery:
             for peer in absent[:_CALLED]:
-                nursery.start_soon(call, peer)
+                nursery.start_soon(self.answers, peer, self._patience_s)
 
     async def offers(self) -> dict[PeerId, HolderOffer]:
         """The peers that have room."""

@@ -186,3 +186,14 @@ def test_all_peers_of_one_network_share_one_turn_and_there_are_few_turns() -> No
 
 def test_a_reign_is_ordered_by_generation_first() -> None:
     assert ExpertReign(2, peer("a")) > ExpertReign(1, peer("b"))
+
+
+def test_an_owner_is_gone_once_it_renewed_its_claim_for_longer_than_a_period_no_more() -> None:
+    scene = Scene()
+    scene.keep(pointer("a"))
+    claims = [SeenClaim(peer("a"), 0, 40, 0.0)]
+    assert scene.lineages.gone(0.0, UID, claims) is None  # no owner is known yet
+    scene.look(("a", 0), renewed="a")
+    claims = [SeenClaim(peer("a"), 0, 40, scene.now)]
+    assert scene.lineages.gone(scene.now + P, UID, claims) is None
+    assert scene.lineages.gone(scene.now + 1.2 * P, UID, claims) == peer("a")
