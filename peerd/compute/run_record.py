@@ -56,8 +56,8 @@ def write_record(folder: Path, run: RunFile, fingerprint: bytes) -> None:
     record = _Record(_FORMAT, fingerprint.hex(), settings_of(run) | allowed)
     folder.mkdir(parents=True, exist_ok=True)
     if run.model.vocab != "bytes":
-        _replace(folder / TOKENIZER, Path(run.model.vocab).read_bytes())
-    _replace(folder / NAME, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+        replace_file(folder / TOKENIZER, Path(run.model.vocab).read_bytes())
+    replace_file(folder / NAME, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
 
 
 def read_record(folder: Path) -> tuple[str, RunFile]:
@@ -86,7 +86,8 @@ def read_record(folder: Path) -> tuple[str, RunFile]:
     return found.fingerprint, run
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a whole file, or leave the one that is there; raises OSError."""
     if path.is_file() and path.read_bytes() == content:
         return
     aside = path.with_name(f"{path.name}.new")

@@ -1,8 +1,8 @@
 """Commit proofs: signatures of members that stepped to one position, as peers show them to each other.
 
 Each member signs that it made the commit to a position, and with which mean. The conductor collects the signatures;
-members and keepers store them beside their checkpoints. A proof needs no living witness: whoever knows who was a
-member can check it. Hostile input: signatures of any content, which do not count.
+members and keepers store them beside their checkpoints. A proof needs no living witness: a peer that
+knows the members of that time can check it. Hostile input: signatures of any content, which do not count.
 """
 
 from __future__ import annotations

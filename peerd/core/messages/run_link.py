@@ -136,7 +136,7 @@ def shared_run(told: RunFileTold, run: str) -> RunFile:
     try:
         found = from_json(told.text, RunFile)
     except BAD_INPUT as error:
-        raise ProtocolViolation(f"what it gives as the run file is none: {error!s:.200}") from None
+        raise ProtocolViolation(f"the run file that it sent is not valid: {error!s:.200}") from None
     if found.line is not None:
         raise ProtocolViolation("its run file sets line, which is for each peer itself to set")
     if own := own_keys(found):

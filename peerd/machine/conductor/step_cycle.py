@@ -145,7 +145,7 @@ class StepCycle:
                 self.lose(now, peer)
 
     def move_due(self) -> float:
-        """The next deadline while members make a step; infinite: there is none."""
+        """Returns the next deadline while members make a step; infinite if nothing is due."""
         return self._late_movers.due(self._course.moving) if self._course.commits else math.inf
 
     def step_made(self, now: float, current: Position) -> None:

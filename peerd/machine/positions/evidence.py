@@ -8,7 +8,8 @@ by the caller before `take`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -98,7 +99,7 @@ class Evidence:
                 signed[post] = Committed(peer_of(post), stage_of(post), moved.digest, moved.signature)
 
     def proof(self, position: Position) -> CommitProof | None:
-        """The proof of `position`; None: there is none here."""
+        """Returns the proof of `position`, or None if this peer has none."""
         if signed := self._collected.get(position):
             return CommitProof(position, [signed[post] for post in sorted(signed)])
         return self._proofs.get(position)
@@ -120,16 +121,12 @@ class Evidence:
     # --- disk -------------------------------------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
-        """The evidence as a JSON file."""
-        proofs = [
-            _Proof(
-                _Seen(p.step, p.lineage.hex()),
-                [_Signed(one.peer, one.stage, one.digest.hex(), one.signature.hex()) for one in proof.committed],
-            )
-            for p, proof in self._proofs.items()
-        ]
-        seen = [_Seen(p.step, p.lineage.hex()) for p in self._seen]
-        return msgspec.json.encode(EvidenceFile(FORMAT, seen, self.established, proofs))
+        """Returns the evidence as a JSON file."""
+        return self.encoder()()
+
+    def encoder(self) -> Callable[[], bytes]:
+        """Returns a function that encodes the present evidence, as `to_bytes`; it may run in another thread."""
+        return partial(_encode, list(self._seen), dict(self.established), list(self._proofs.items()))
 
     def load(self, data: bytes) -> None:
         """Take over what was written by `to_bytes`; ValueError: the file is damaged or of another format."""
@@ -158,3 +155,16 @@ def _proof(proof: _Proof) -> CommitProof:
 def _committed(signed: Iterable[_Signed]) -> Iterable[Committed]:
     for one in signed:
         yield Committed(one.peer, one.stage, bytes.fromhex(one.digest), bytes.fromhex(one.signature))
+
+
+def _encode(seen: list[Position], established: dict[str, int], proofs: list[tuple[Position, CommitProof]]) -> bytes:
+    stored = [
+        _Proof(
+            _Seen(p.step, p.lineage.hex()),
+            [_Signed(one.peer, one.stage, one.digest.hex(), one.signature.hex()) for one in proof.committed],
+        )
+        for p, proof in proofs
+    ]
+    return msgspec.json.encode(
+        EvidenceFile(FORMAT, [_Seen(p.step, p.lineage.hex()) for p in seen], established, stored)
+    )

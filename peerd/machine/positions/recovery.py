@@ -30,7 +30,7 @@ class Knowledge:
 
 
 def best_position(knowledge: Knowledge, members: Mapping[str, RosterEntry]) -> Position | None:
-    """The newest position that every stage can reach; None when there is none.
+    """Returns the newest position that every stage can reach, or None if there is no such position.
 
     Every peer can make the parameters of step 0 again. But going back to them from a step that some peer may have saved
     (`first_save` or later) would throw away work that returns with that peer; so it is done only when that is forsaken.

@@ -33,7 +33,10 @@ class Granting:
     def grant(
         self, term: int, step: int, trainer: str, seqs: list[int], *, early: bool = False, helped: bool = False
     ) -> Grant | None:
-        """A grant for these microbatches of `trainer` in `step`; None: there are none. `helped`: to make a step."""
+        """Returns a grant for these microbatches of `trainer` in `step`, or None if the list is empty.
+
+        `helped`: the trainer has helped to make a step.
+        """
         return self._signed(term, step, trainer, seqs, "early" if early else "due", helped) if seqs else None
 
     def evaluation(self, term: int, step: int, trainer: str) -> Grant:

@@ -7,7 +7,6 @@ peer saw; the positions of its checkpoints are known from these. A damaged file 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Final
 
 import trio
 
+from peerd.compute.run_record import replace_file
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.messages.swarm import Position
@@ -99,9 +99,9 @@ class EvidenceStore:
         evidence = self._proofs.evidence
         if evidence.version == self._written:
             return
-        version, data = evidence.version, evidence.to_bytes()
+        version, encode = evidence.version, evidence.encoder()
         try:
-            await self._files.run(lambda: _replace(self._path, data), name="write the evidence")
+            await self._files.run(lambda: _store(self._path, encode), name="write the evidence")
         except OSError as error:
             level = "debug" if self._failed else "warning"  # said once
             self._failed = True
@@ -111,7 +111,7 @@ class EvidenceStore:
 
 
 def _read(path: Path) -> bytes | None:
-    """The file's content; None: there is none."""
+    """Returns the file's content, or None if there is no file."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
@@ -120,15 +120,6 @@ def _read(path: Path) -> bytes | None:
     return None
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _store(path: Path, encode: Callable[[], bytes]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.new")
-    try:
-        with aside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
+    replace_file(path, encode())

@@ -134,9 +134,9 @@ def test_a_volunteers_own_part_and_the_publishers_paths_stay_at_home() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (b"", "as the run file is none"),
-        (b"[1]", "as the run file is none"),
-        (b"[" * 60000, "as the run file is none"),
+        (b"", "the run file that it sent is not valid"),
+        (b"[1]", "the run file that it sent is not valid"),
+        (b"[" * 60000, "the run file that it sent is not valid"),
         (b'{"run":"other"}', "of another run"),
         (b'{"run":"r","limits":{"nice":0}}', r"sets limits\.nice"),
         (b'{"run":"r","bootstrap":["/ip4/198.51.100.7/tcp/1"]}', "sets bootstrap"),
