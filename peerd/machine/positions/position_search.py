@@ -40,6 +40,7 @@ class PositionSearch:
 
     def __init__(self, config: ConductorConfig, origin: Origin, roster: Roster, course: Course, now: float) -> None:
         self._config, self._own = config, origin.own
+        self._place_of = origin.place_of or str  # without it each peer is a place of its own
         self._roster, self._course = roster, course
         self._gathering = Gathering(config, now)
         self._believes_hearsay = True
@@ -244,8 +245,20 @@ class PositionSearch:
         there = [entry for post, entry in self._roster.entries.items() if self._newest_of(post)]
         stepped = [entry for entry in there if entry.digest]  # since they began: the run was under way just now
         if 2 * len(stepped) <= len(there):
-            return config.forsake_most_s
+            return config.forsake_most_s if self._comes_back() else min(config.hearsay_s, config.forsake_most_s)
         return config.forsake_s if self.nobody_has else config.forsake_unseen_s
+
+    def _comes_back(self) -> bool:
+        """True where a run that was there before comes back, as far as one can tell.
+
+        Where nobody can judge claims, more than a third of the peers here, by place, have to agree on one: the peers of
+        a run that comes back do. Else a few strangers at each new run's beginning would hold it up for that long.
+        """
+        entries, place_of = self._roster.entries, self._place_of
+        if not self.proven.knows_nothing(entries):
+            return True
+        here = {place_of(peer_of(post)) for post in entries}
+        return any(3 * len({place_of(peer_of(p)) for p in by}) > len(here) for by in self.unproven().values())
 
     def loss(self, target: Position) -> str:
         """The text on what it costs to go to `target`; "" where nothing is lost."""
