@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
+
 from peerd.core.messages.swarm import Position
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
@@ -195,6 +197,21 @@ def test_a_whole_run_that_comes_back_is_waited_for_though_nobody_can_be_reached_
     made.handle(0.0, at_stage("0a"))
     made.handle(0.0, here("1a", digest=b""))
     assert warnings(steps(made, 0.5, 590.0)) == []
+
+
+@pytest.mark.parametrize(("agree", "least", "most"), [(False, 60.0, 70.0), (True, 600.0, 620.0)])
+def test_claims_of_a_few_strangers_hold_a_new_run_up_for_a_minute_those_of_a_run_that_comes_back_for_ten(
+    agree: bool, least: float, most: float
+) -> None:
+    made = forsaking()
+    for peer in ("0a", "1a", "1b"):
+        made.handle(0.0, at_stage(peer))
+    for number in range(3):
+        made.handle(0.0, at_stage(f"1liar{number}", HERE if agree else Position(34 + number, b"made up")))
+    found = steps(made, 0.5, 640.0)
+    begun = [at for at, output in found if isinstance(output, SendMove)]
+    assert begun
+    assert least <= begun[0] <= most
 
 
 def test_what_a_keeper_keeps_is_waited_for() -> None:
