@@ -14,6 +14,7 @@ from tests.fuzz import (
     link_parsers,
     map_parsers,
     network_parsers,
+    position_parsers,
     rail_parsers,
 )
 from tests.fuzz.parsers import PARSERS, Parser
@@ -24,7 +25,10 @@ FEW, MANY, TRACED = 500, 100_000, 2_000
 # Beyond what was held before: a few copies of the largest input, and the 1 MiB of payload that the calls accept.
 HELD_BYTES_MAX = 8 * INPUT_BYTES_MAX + (2 << 20)
 
-joining = (access_parsers, handover_parsers, line_parsers, link_parsers, map_parsers, network_parsers, rail_parsers)
+joining = (
+    *(access_parsers, handover_parsers, line_parsers, link_parsers),
+    *(map_parsers, network_parsers, position_parsers, rail_parsers),
+)
 for joined in joining:
     assert joined.PARSERS is PARSERS  # by importing
 each_parser = pytest.mark.parametrize("parser", [pytest.param(one, id=one.name) for one in PARSERS])

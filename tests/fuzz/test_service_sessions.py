@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from peerd.sim.clock import run_virtual
-from tests.fuzz import access_points, expert_points, handover_points
+from tests.fuzz import access_points, expert_points, handover_points, position_points
 from tests.fuzz.expert_scene import expert_host
+from tests.fuzz.position_scene import proven_run
 from tests.fuzz.service_points import POINTS
 from tests.fuzz.service_scene import services
 from tests.fuzz.sessions import Point, Scene, draw, first_failure, reach, session_count
@@ -25,6 +26,7 @@ SHARDS = 10 if ALL else 5  # none of them takes long
         pytest.param(access_points.POINTS, access_points.gate, COUNT // 5, id="a gate"),
         pytest.param(expert_points.POINTS, expert_host, COUNT // 5, id="a host of experts"),
         pytest.param(handover_points.POINTS, services, COUNT // 5, id="stage peers that hand over"),
+        pytest.param(position_points.POINTS, proven_run, COUNT // 5, id="a run at a proven position"),
     ],
 )
 def test_hostile_sessions_leave_a_peer_well(points: list[Point], scene: Scene, count: int, shard: int) -> None:
@@ -38,6 +40,7 @@ def test_whoever_has_gone_before_its_token_was_read_shows_it_again() -> None:
 
 REACHED = [(one, services) for one in (*POINTS, *handover_points.POINTS)]
 REACHED += [(one, expert_host) for one in expert_points.POINTS]
+REACHED += [(one, proven_run) for one in position_points.POINTS]
 
 
 @pytest.mark.slow
