@@ -216,6 +216,14 @@ class Following:
         self._suspects[peer] = now + _SUSPECT_S * longer
         self._let_go_of(peer)
 
+    def _suspect_longer(self, began: float) -> None:
+        """The time since `began`, in which a call failed, counts for no suspicion that there was.
+
+        Of two dead peers that come first, each would be asked while the other one is suspected, and no third one ever.
+        """
+        now = trio.current_time()
+        self._suspects = {peer: until + (now - began) * (until > began) for peer, until in self._suspects.items()}
+
     def _let_go_of(self, peer: PeerId) -> None:
         if self.conductor == peer:  # else another one is known already
             self.conductor = None
@@ -277,6 +285,7 @@ class Following:
                 self.conductor = peer
                 self.changes += 1
                 self._forecast = None
+            began = trio.current_time()
             try:
                 answer = await self._call(peer, method, make(), reply, timeout_s)
             except Refused as error:
@@ -286,6 +295,7 @@ class Following:
             except RemoteError as error:
                 self._waits_for, self._denied = f"the conductor: {error}", False
                 if not await self._reaches_anew(peer):
+                    self._suspect_longer(began)
                     self.suspect(peer)
                 await trio.sleep(0.05)
             else:

@@ -111,6 +111,30 @@ async def test_one_that_answers_pings_and_no_calls_is_asked_twice_and_then_the_n
         assert links.probed == [ids[1]]
 
 
+async def test_two_that_answer_nobody_are_not_asked_in_turns_for_ever_while_a_third_one_conducts(
+    autojump_clock: MockClock,
+) -> None:
+    async with peers(4) as (_, ids, rpcs, directory):
+        log: list[int] = []
+
+        def serve(number: int) -> None:
+            async def hang(call: Incoming[Empty]) -> Answer[Empty]:
+                log.append(number)
+                await trio.sleep_forever()
+                raise AssertionError
+
+            rpcs[number].serve("swarm/4/test", Empty, hang, declared=ANY)
+
+        for number in (1, 2):
+            serve(number)
+        conducts(rpcs[3], log, 3)
+        for number in (1, 2, 3):
+            directory.add(ids[number], 10.0 * number)
+        me = following(rpcs[0], ids[0], directory)
+        await me.ask("swarm/4/test", Empty, Empty, 10.0)  # each call takes longer than one is suspected
+        assert log == [1, 2, 3]
+
+
 async def test_who_served_longest_comes_first_and_other_stages_never(autojump_clock: MockClock) -> None:
     async with peers(4) as (_, ids, rpcs, directory):
         directory.add(ids[1], 20.0)
