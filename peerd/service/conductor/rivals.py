@@ -4,9 +4,9 @@ A term alone moves no duty. Only a peer that itself answers that it conducts can
 run that meet the one with more proven work goes on: that with more than a third of the known members behind it, and of
 two such the one that made more steps. At equal work the followers of each decide: the members that report here against
 those whose records name the other, and only members that were part of the run before, where this peer knows any.
-Between equals, and while this peer's reign has made no step and no known member reports here, the later term decides,
-and of one term the earlier place in the order. Terms far above ours are not believed. So two that conduct for a moment
-agree on one of them, and the claim of a peer without followers costs a look.
+Between equals, and while this peer's reign has made no step, the later term decides, and of one term the earlier place
+in the order; a stranger's does not where known members report here. Terms far above ours are not believed. So two that
+conduct for a moment agree on one of them, and the claim of a peer without followers costs a look.
 Hostile input: any term and position, from any peer of stage 0; silence; records.
 """
 
@@ -175,8 +175,8 @@ class Rivals:
             mine, theirs = mine & {*others, self.following.own.text}, theirs & others
         if len(theirs) > len(mine):
             return True
-        is_backed = ours.has_stepped or bool(others and mine - {self.following.own.text})
-        if is_backed and len(theirs) < len(mine):
+        is_stranger = bool(others) and peer.text not in others and mine != {self.following.own.text}
+        if (ours.has_stepped or is_stranger) and len(theirs) < len(mine):
             return False
         order = self.following.order()
         places = {one: place for place, one in enumerate(order)}
