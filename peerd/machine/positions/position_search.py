@@ -240,8 +240,10 @@ class PositionSearch:
         config = self._config
         if self.kept_step:
             return config.forsake_most_s
-        if self._course.current is not None or all(map(self.established.knows_of, self.without_any_state())):
+        if self._course.current is not None:
             return config.forsake_s
+        if all(map(self.established.knows_of, self.without_any_state())):  # they may be on their way
+            return config.forsake_s if self.nobody_has else config.forsake_unseen_s
         there = [entry for post, entry in self._roster.entries.items() if self._newest_of(post)]
         stepped = [entry for entry in there if entry.digest]  # since they began: the run was under way just now
         if 2 * len(stepped) <= len(there):

@@ -27,9 +27,9 @@ class ConductorConfig:
     expect_s: float = 6.0  # how long it waits for members that are known to exist
     hearsay_s: float = 60.0  # how long a new run waits for peers that only records tell of: a record's life
     broken_s: float = 4.0  # how long a stage may be empty before an older common position is looked for
-    # How long a stage's state may be nowhere before the run begins anew without it: where the peers that had it are
-    # known, or those of whom records tell were dialed in vain; where others may have it; and where the whole run comes
-    # back, or a peer that can be reached keeps a checkpoint.
+    # How long a stage's state may be nowhere before the run begins anew without it: where this conductor saw it go, or
+    # those who had it were dialed in vain; where they or others may bring it; and where the whole run comes back, or a
+    # peer that can be reached keeps a checkpoint.
     forsake_s: float = math.inf
     forsake_unseen_s: float = math.inf
     forsake_most_s: float = math.inf
