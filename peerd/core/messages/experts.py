@@ -10,7 +10,7 @@ and means the same whoever shows it.
 A hostile peer may send: experts outside the grid, bitmaps of another length, claims without experts, pointers that
 nobody signed, pieces that are not those of the digest. Decoding bounds sizes; the rest is checked where it is used.
 A signed pointer proves who made a checkpoint, not that its owner may host the expert: that follows from the chain of
-owners (`Former`), see `machine.experts.lineage`.
+owners (`Former`), see `machine.owners.lineage`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Records are strangers': decoded strictly, a bad one is skipped and its publisher named in the log. In a run with tokens
 one counts only with its publisher's token in it: of an expert for claims, of an expert or a backbone for the rest. A
 pointer counts only with its owner's signature, whoever shows it, and claims and pointers only in the lineage of an
-expert (`machine.experts.lineage`): where that depends on who holds what, holders are called to see which networks they
+expert (`machine.owners.lineage`): where that depends on who holds what, holders are called to see which networks they
 are in. Addresses go to the host's address book.
 """
 
@@ -45,8 +45,8 @@ from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.budget.book import NEAR, user_at
 from peerd.machine.experts.custody import SeenClaim
-from peerd.machine.experts.lineage import ExpertLineages
-from peerd.machine.experts.owner_tree import KeptCopy
+from peerd.machine.owners.lineage import ExpertLineages
+from peerd.machine.owners.owner_tree import KeptCopy
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht, Record
 from peerd.service.rpc.rpc import Rpc

@@ -36,8 +36,8 @@ from peerd.core.messages.experts import DIGEST_BYTES, HolderOffer, Keep, Kept, N
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.kept_shelf import KeptShelf
-from peerd.machine.experts.owner_tree import ExpertReign
 from peerd.machine.experts.sharing import HostShare
+from peerd.machine.owners.owner_tree import ExpertReign
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.service.experts.kept_directory import GET, KeptDirectory, VaultPeer
 from peerd.service.experts.vault_disk import Bytes, VaultDisk, piece_at, pieces_of

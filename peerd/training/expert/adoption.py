@@ -5,14 +5,14 @@ host does not answer, or that nobody claims, is an orphan; the peers that offer 
 in an order that all of them compute (`machine.experts.custody`). It takes the newest checkpoint of the last owner, an
 older one if the bytes are not those of the digest or do not load, and begins anew if there is none to be had, and says
 what was lost. Its own checkpoints name the one from which it went on, so that others see that it follows the last owner
-(`machine.experts.lineage`); what strangers claim and sign outside this chain moves nobody.
+(`machine.owners.lineage`); what strangers claim and sign outside this chain moves nobody.
 
 One adopter at a time: who would adopt says so, and looks only when that stands in the directory, once before it fetches
 and once before it hosts; it says so until its claim stands there. Of two, the later one sees the earlier one's word, or
 its claim. Where each sees the other's word, the one that comes later in the order goes back, and the other waits until
 it has, for it may have looked before. So no orphan is adopted twice while what one peer publishes is read by another,
-however many are silent; in a partition both sides may have an owner. When it has healed, the one for which more
-networks vouch stays, and the other gives the expert up here.
+however many are silent; in a partition both sides may have an owner. When it has healed, one of the two gives the
+expert up here (`machine.owners.rivals`).
 
 Where a look takes in the whole grid (4,096 experts below 256 prefixes), an orphan is adopted within two announcement
 periods. On a larger one that holds below prefixes of which those who come first in the order host or keep an expert,
@@ -21,7 +21,7 @@ grid of up to 65,536 experts (1,024 prefixes) is seen whole in each period, its 
 larger one each look takes in 16,384 (256).
 
 A hostile peer may show checkpoints that are not there (they are given up after a second try), that hold NaN (an older
-one is taken), or huge ones; claim what it does not serve; say that it is about to adopt and never do (`machine.experts.
+one is taken), or huge ones; claim what it does not serve; say that it is about to adopt and never do (`machine.owners.
 turns`: all peers of one network are waited for together, as long as the state takes, and not while they do not answer).
 It is named in the log.
 """
@@ -40,7 +40,7 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
 from peerd.core.messages.experts import HolderOffer, Pointer
 from peerd.machine.experts.custody import OrphanWatch, SeenClaim, draw
-from peerd.machine.experts.owner_tree import KeptCopy
+from peerd.machine.owners.owner_tree import KeptCopy
 from peerd.role import RoleContext
 from peerd.service.experts.kept_directory import CustodyView
 from peerd.service.experts.vault import Vault

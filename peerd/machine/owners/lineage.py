@@ -31,8 +31,9 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERTS_SEEN, LINKS
 from peerd.core.messages.experts import Former, Pointer
 from peerd.machine.experts.custody import SeenClaim
-from peerd.machine.experts.owner_tree import ExpertReign, KeptCopy, OwnerTree, Seat
-from peerd.machine.experts.turns import AdopterTurns
+from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy, OwnerTree, Seat
+from peerd.machine.owners.rivals import RivalWatch
+from peerd.machine.owners.turns import AdopterTurns
 
 _RENEWED: Final = 1.1  # periods that a claim lives without its host having renewed it, as in `custody`
 _UNCLAIMED: Final = 0.5  # periods that an owner without a claim is still the owner
@@ -59,6 +60,9 @@ class _Known:
     since: float  # when `until` was first seen
     trail: tuple[ExpertReign, ...] = ()  # owners before it, the latest first
     given: bool = False  # the owner before handed it over
+    linked: bool = True  # its checkpoints name the owner before: all peers see that it went on from there
+    rivals: RivalWatch | None = None  # of this peer, while it hosts the expert
+    instead_of: ExpertReign | None = None  # in which this peer hosts the expert until it has given it up
     renewed_at: float = float("-inf")  # when the claim was last seen to be renewed
     stale: dict[ExpertReign, float] | None = (
         None  # claims of others when it began, and their expiry; None: not seen yet
@@ -94,8 +98,10 @@ class ExpertLineages:
             trail = [ExpertReign(former.generation, former.peer)]
         if known is not None:
             trail += [r for r in (known.reign, *known.trail) if r not in trail]
-        given = former is not None and former.heir == self._own.public_key
-        self._known[uid] = _Known(ExpertReign(generation, self._own), None, now, tuple(trail[:_TRAIL]), given)
+        given, linked = former is not None and former.heir == self._own.public_key, former is not None
+        mine = ExpertReign(generation, self._own)
+        rivals = RivalWatch(mine, tuple(trail[:_TRAIL]), linked, former is None, now)
+        self._known[uid] = _Known(mine, None, now, tuple(trail[:_TRAIL]), given, linked, rivals)
         self.turns.settled(uid)
 
     def lost(self, now: float, uid: Uid) -> None:
@@ -127,7 +133,7 @@ class ExpertLineages:
         tree, generation, known = OwnerTree.of(claims, copies), self.hosted(uid), self._known.get(uid)
         for reign in tree.claims:
             self._first_seen.setdefault((uid, reign), now)
-        if known is not None and known.trail:
+        if known is not None and known.trail and known.linked:
             tree.link(known.trail[0], known.reign, given=known.given)
         waits = False
         if generation is not None:
@@ -147,25 +153,37 @@ class ExpertLineages:
     def _become(self, now: float, uid: Uid, reign: ExpertReign, tree: OwnerTree) -> None:
         """Know an owner from now on."""
         known, trail = self._known.get(uid), list(tree.before(reign))
+        linked = bool(trail)
         if known is not None:
             trail += [r for r in (known.reign, *known.trail) if r < reign and r not in trail]
         claim = tree.claims.get(reign)
         stale = {r: other.until for r, other in tree.claims.items() if r != reign}
         until = claim.until if claim is not None else None
-        self._known[uid] = _Known(reign, until, now, tuple(trail[:_TRAIL]), stale=stale)
+        self._known[uid] = _Known(reign, until, now, tuple(trail[:_TRAIL]), linked=linked, stale=stale)
         if claim is not None:
             self.turns.settled(uid)
 
     def _be_host(self, now: float, uid: Uid, mine: ExpertReign, tree: OwnerTree) -> None:
         """Own an expert that this peer hosts, unless somebody else does by now."""
         known = self._known.get(uid)
-        if known is None or known.reign != mine:
+        if known is not None and known.instead_of == mine and known.reign in tree.claims:
+            return  # it is about to be given up here
+        anew = known is None or known.reign != mine
+        if known is None or anew:
             self._become(now, uid, mine, tree)
             known = self._known[uid]
-        known.since = now
-        for rival in sorted(self._renewed(known, tree), reverse=True):
-            if rival.owner != self._own and tree.beats(rival, mine, self._seat, living=True):
+        rivals = known.rivals
+        if rivals is None:
+            rivals = known.rivals = RivalWatch(mine, known.trail, known.linked and bool(known.trail), anew, now)
+        known.since, renewed = now, self._renewed(known, tree)
+        rivals.see(now, renewed)
+        for rival in sorted(renewed, reverse=True):
+            if rival.owner != self._own and (
+                tree.beats(rival, mine, self._seat, living=True)
+                or rivals.yields_to(now, self._announce_s, rival, tree, self._seat)
+            ):
                 self._become(now, uid, rival, tree)
+                self._known[uid].instead_of = mine
                 return
 
     def _renewed(self, known: _Known, tree: OwnerTree) -> list[ExpertReign]:

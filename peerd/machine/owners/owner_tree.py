@@ -106,7 +106,13 @@ class OwnerTree:
         if self.below(other, [one]):
             return not self.beats(other, one, seat, living=living)
         mine, others = self.voices(one, seat), self.voices(other, seat)
-        return (mine, -one.generation, one.owner) > (others, -other.generation, other.owner)
+        return mine > others if mine != others else self.comes_first(one, other)
+
+    def comes_first(self, one: ExpertReign, other: ExpertReign) -> bool:
+        """Order of two owners where no network speaks for either; the same on every peer that knows these links."""
+        if self.below(one, [other]) or self.below(other, [one]):
+            return self.below(other, [one])
+        return (-one.generation, one.owner) > (-other.generation, other.owner)
 
     def best(self, seat: Seat) -> ExpertReign | None:
         """The owner that counts where nothing was known before."""

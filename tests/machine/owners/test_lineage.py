@@ -12,9 +12,9 @@ from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.messages.experts import Name, Pointer
 from peerd.machine.experts.custody import SeenClaim
-from peerd.machine.experts.lineage import ExpertLineages
-from peerd.machine.experts.owner_tree import ExpertReign, KeptCopy
-from peerd.machine.experts.turns import AdopterTurns
+from peerd.machine.owners.lineage import ExpertLineages
+from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
+from peerd.machine.owners.turns import AdopterTurns
 from tests.worlds.network.hosts import keypair
 
 UID = Uid(0, (1, 2))
