@@ -91,6 +91,12 @@ class ExpertLineages:
             trail = (ExpertReign(pointer.former.generation, pointer.former.peer),) if pointer.former is not None else ()
             self._known[uid] = _Known(reign, None, float("-inf"), trail)
 
+    def followed(self, now: float, uid: Uid, reign: ExpertReign) -> None:
+        """Note a host that was the only one for long: it is the owner if this peer knows none, or lost sight of it."""
+        known = self._known.get(uid)
+        if known is None or now > known.since + _REMEMBERED * self._announce_s:
+            self._known[uid] = _Known(reign, None, now)
+
     def took(self, now: float, uid: Uid, generation: int, former: Former | None) -> None:
         """Note that this peer hosts an expert from now on, with the checkpoint from which it went on."""
         known, trail = self._known.get(uid), list[ExpertReign]()

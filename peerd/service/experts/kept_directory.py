@@ -10,7 +10,7 @@ are in. Addresses go to the host's address book.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol, TypeVar
@@ -46,7 +46,7 @@ from peerd.core.work import Worker
 from peerd.machine.budget.book import NEAR, user_at
 from peerd.machine.experts.custody import SeenClaim
 from peerd.machine.owners.lineage import ExpertLineages
-from peerd.machine.owners.owner_tree import KeptCopy
+from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht, Record
 from peerd.service.rpc.rpc import Rpc
@@ -83,6 +83,16 @@ class CustodyView:
     offers: dict[PeerId, HolderOffer] = field(default_factory=dict)
     told: dict[Uid, list[SeenClaim]] = field(default_factory=dict)  # all claims, strangers' too
     waits: set[Uid] = field(default_factory=set)  # experts that another host may be about to own
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingPeer:
+    """A `VaultPeer` of a process that has no vault."""
+
+    host: Host
+    rpc: Rpc
+    dht: Dht
+    clock: Clock
 
 
 class KeptDirectory:
@@ -135,6 +145,16 @@ class KeptDirectory:
         told = [each for key, prefix in kept.items() for each in self._shown(prefix, found.get(key, []))]
         await self._settle(view, await self._copies(told if shown is None else [*told, (shown.peer, shown)]))
         return view
+
+    async def owners(self, prefixes: Sequence[Uid], before: Mapping[Uid, ExpertReign]) -> dict[Uid, PeerId]:
+        """Hosts that own experts below these and say so; RemoteError when the directory cannot be read.
+
+        `before`: hosts that this peer has called for some time; they count where it does not know the lineage.
+        """
+        for uid, reign in before.items():
+            self.lineages.followed(trio.current_time(), uid, reign)
+        view = await self.look(prefixes)
+        return {uid: claim.peer for uid, claim in view.claims.items()}
 
     async def _settle(self, view: CustodyView, copies: dict[Uid, list[KeptCopy]]) -> None:
         """Fill in the owner of each expert, and what its owners kept."""

@@ -1,12 +1,14 @@
 """Strangers among hosts of experts, in an open run: what they claim, sign and announce outside the chain of owners
-moves nobody, and what they say that they adopt delays an adoption by one turn at most.
+moves nobody, neither hosts and holders nor callers, and what they say that they adopt delays an adoption by one turn at
+most. After a partition one of two owners gives way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
@@ -14,11 +16,16 @@ from trio.testing import MockClock
 
 from peerd.core.errors import Refused
 from peerd.core.experts.grid import Uid
+from peerd.core.ids import PeerId
 from peerd.core.messages.experts import Pointer
+from peerd.service.experts.expert_directory import ExpertDirectory
+from peerd.service.experts.kept_directory import KeptDirectory
 from peerd.service.experts.vault_disk import digests_of
+from peerd.training.expert.keeping import VaultKeeper
 from tests.kit.expert_runs import expert_run
 from tests.training.expert.test_adoption import first_of, lose, owners, started
 from tests.worlds.machines.fake_experts import FakeExpert, FakeHosted
+from tests.worlds.machines.workers import InlineWorker
 from tests.worlds.roles.expertpeers import ANNOUNCE_S, ExpertPeer, ExpertSwarm, MadeUpHost, expert_swarm, pointer_to
 
 pytestmark = pytest.mark.slow  # many periods of several peers
@@ -143,6 +150,97 @@ async def test_a_host_that_comes_again_goes_on_with_its_experts_though_a_strange
         await host.peer.vault.open()  # as after a start: what it knew is on its disk
         view = await host.peer.vault.directory.look([A.prefix])
         assert {copy.pointer.peer for copy in view.kept[A]} == {host.peer.id}
+
+
+async def test_a_host_that_starts_again_takes_back_its_experts_though_a_stranger_claims_them_in_a_later_generation(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with expert_swarm(tmp_path, RUN) as swarm:
+        host, _ = await started(swarm, A, adopters=0)
+        liar = await stranger(swarm)
+        await liar.publish()
+        await liar.claim()
+        await trio.sleep(ANNOUNCE_S)
+        keeper = VaultKeeper(host.ctx, cast(Any, host))
+        keeper.vault = host.peer.vault
+        assert await keeper.recall() == {A: 0}
+        assert await keeper.others({A: 0}) == {}
+
+
+# --- callers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Caller:
+    """A peer that hosts nothing, and reads who hosts the expert, as trainers do."""
+
+    directory: ExpertDirectory
+
+    async def owner(self) -> str:
+        """The peer that it would call now."""
+        await self.directory.read([A.prefix])
+        claim = self.directory.owner(A)
+        return claim.host.text if claim is not None else ""
+
+
+async def caller(swarm: ExpertSwarm, name: str) -> Caller:
+    stack = (await swarm.start(name))[0].stack
+    directory = ExpertDirectory(swarm.run, stack.rpc, stack.host, stack.dht, stack.clock)
+    directory.contested.source = KeptDirectory(swarm.run, stack, InlineWorker())
+    return Caller(directory)
+
+
+async def test_callers_follow_the_owner_and_its_heir_whatever_generation_strangers_claim(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with expert_swarm(tmp_path, RUN) as swarm:
+        host, others = await started(swarm, A, adopters=2)
+        old = await caller(swarm, "old")
+        assert await old.owner() == host.peer.id.text
+        for i in range(5):  # more than the claims of one expert that a caller keeps
+            liar = await stranger(swarm, name=f"stranger{i}", at="stranger0" if i else "")
+            await liar.publish(FAR + i)
+            await liar.claim(FAR + i)
+        await trio.sleep(ANNOUNCE_S)
+        new = await caller(swarm, "new")
+        assert [await old.owner(), await new.owner()] == [host.peer.id.text] * 2
+        lose(swarm, "mortal")
+        for _ in range(5):
+            await trio.sleep(ANNOUNCE_S)
+            await old.owner()
+        (heir,) = [each for each in others if A in each.experts]
+        assert [await old.owner(), await new.owner()] == [heir.peer.id.text] * 2
+
+
+# --- partitions ------------------------------------------------------------------------------------------------------
+
+
+async def test_after_a_partition_one_owner_gives_way_though_relays_hide_the_networks_of_each_from_the_other(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with expert_swarm(tmp_path, RUN) as swarm:
+        host, others = await started(swarm, A, adopters=2)
+        await swarm.start("backbone2")
+        sides = [["mortal", "backbone0"], ["host0", "host1", "backbone1", "backbone2"]]
+        swarm.net.partition(sides[0])
+        host.experts[A].model.version = 55
+        await trio.sleep(4 * ANNOUNCE_S)
+        for mine, theirs in (sides, sides[::-1]):
+            hidden = {swarm.peers[name].id for name in theirs}
+            for name in mine:
+                hide(swarm.peers[name].vault.directory, hidden)
+        assert len(owners([host, *others])) == 2
+        swarm.net.heal()
+        await trio.sleep(10 * ANNOUNCE_S)
+        assert len(owners([host, *others])) == 1
+        (event,) = [event for each in (host, *others) for event in each.events("expert.yielded")]
+        assert event["expert"] == str(A)
+
+
+def hide(directory: KeptDirectory, hidden: set[PeerId]) -> None:
+    """Have a peer see these over a relay, as behind home routers."""
+    sees = directory.lineages._seat
+    directory.lineages._seat = lambda peer: sees(peer) and ("over the relay" if peer in hidden else sees(peer))
 
 
 # --- deaths ----------------------------------------------------------------------------------------------------------

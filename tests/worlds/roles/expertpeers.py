@@ -92,7 +92,7 @@ class MadeUpHost:
         self.log = EventLog(peer.stack.clock)
         self._telling = trio.Lock()
         stack = peer.stack
-        ctx = RoleContext(
+        self.ctx = ctx = RoleContext(
             run=swarm.run,
             host=stack.host,
             rpc=stack.rpc,
