@@ -9,7 +9,8 @@ as a link of a chain. A peer that knows the owner of an expert follows
   others wait for it, for a while (`turns`). If no checkpoint of a known owner is left anywhere, no link is needed. A
   host that made its claim while the owner still renewed its own is passed over, unless holders vouch for it;
 * after a partition: of two owners the one for which more networks vouch by holding its checkpoints. One that goes on
-  from the other needs no more of them than the other has besides (`OwnerTree.beats`).
+  from the other needs no more of them than the other has besides (`OwnerTree.beats`). Where the two hosts do not see
+  the same networks, an order settles which of them yields (`rivals`), and the others follow the one that is left.
 
 A peer that knows no owner, because it came just now or has seen none for long, believes the networks: honest holders
 keep no checkpoint from outside the lineage that they know. A holder has a voice only if this peer has a connection to
