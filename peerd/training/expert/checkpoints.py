@@ -28,6 +28,7 @@ _AT_ONCE: Final = 2  # snapshots in memory
 _TICK_S: Final = 1.0  # between two looks at what is due, at most
 _AGAIN_S: Final = 5.0  # before holders are looked for again; then twice as long, ...
 _LONGEST_S: Final = 60.0
+_ANSWER_S: Final = 2.0  # for a holder to show that it is there: one that was lost would hold up all other checkpoints
 
 
 class SnapshotModel(Protocol):
@@ -290,7 +291,7 @@ class ExpertCheckpoints:
         for peer in self._candidates(pointer):
             if len(found) >= lacking:
                 break
-            if peer in holders:
+            if peer in holders or not await self._vault.answers(peer, _ANSWER_S):
                 continue
             try:
                 await self._vault.hand(pointer, peer)
