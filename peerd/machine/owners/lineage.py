@@ -16,7 +16,7 @@ A peer that knows no owner, because it came just now or has seen none for long, 
 keep no checkpoint from outside the lineage that they know. A holder has a voice only if this peer has a connection to
 it; all holders in one network (in a private network: at one address) have one voice, and none for a host beside them.
 
-A hostile peer with connections from more networks than hold copies of an expert deceives a newcomer, or outvotes an
+A hostile peer with connections from as many networks as hold copies of an expert deceives a newcomer, or outvotes an
 owner. A stranger may also adopt an orphan in its turn, as every host may, and is its owner then.
 """
 
