@@ -111,6 +111,12 @@ class ExpertLineages:
         self._known[uid] = _Known(mine, None, now, tuple(trail[:_TRAIL]), given, linked, rivals)
         self.turns.settled(uid)
 
+    def gave(self, now: float, uid: Uid, generation: int, heir: PeerId) -> None:
+        """Note to whom this peer handed an expert over: it knows so before the heir's checkpoints show it."""
+        known = self._known.get(uid)
+        trail = (known.reign, *known.trail)[:_TRAIL] if known is not None else ()
+        self._known[uid] = _Known(ExpertReign(generation, heir), None, now, trail, given=True, linked=bool(trail))
+
     def lost(self, now: float, uid: Uid) -> None:
         """Note that the owner of an expert does not answer: another host may have followed it."""
         if uid in self._known:

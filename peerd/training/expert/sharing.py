@@ -177,6 +177,7 @@ class ExpertSharing:
             raise ProtocolViolation(f"took expert {uid}, and does not announce it", taker)
         if self._host.experts.get(uid) is hosted:
             await self._host.drop(uid, f"peer {taker.short} owns it in generation {generation}")
+            self._vault.directory.lineages.gave(trio.current_time(), uid, generation, taker)
         return generation
 
     async def _is_claimed(self, uid: Uid, peer: PeerId, generation: int) -> bool:

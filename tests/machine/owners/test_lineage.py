@@ -129,6 +129,17 @@ def test_an_owner_that_hands_an_expert_over_is_followed_at_once() -> None:
     assert scene.look(("a", 0), ("b", 1), renewed="ab") == ("b", 1, False)
 
 
+def test_who_handed_an_expert_over_follows_its_heir_before_a_checkpoint_shows_it() -> None:
+    scene = Scene("a")
+    scene.keep(pointer("a"), "x", "y")
+    scene.lineages.hosted = lambda _: 0
+    scene.look(("a", 0), renewed="a")
+    scene.lineages.hosted = lambda _: None
+    scene.lineages.gave(scene.now, UID, 1, peer("b"))
+    for _ in range(20):
+        assert scene.look(("b", 1), renewed="b") == ("b", 1, False)
+
+
 def test_a_hand_over_to_another_peer_is_none_to_a_stranger() -> None:
     scene, _ = of_a()
     scene.keep(pointer("s", 1, 50, after=pointer("a", 0, 50, heir="b")))
