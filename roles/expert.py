@@ -43,6 +43,7 @@ class ExpertRole:
         self.host = ExpertHost(ctx, self.directory, build, partial(experts_that_fit, run, ctx.device))
         self.keeper = VaultKeeper(ctx, self.host)
         self.host.keepers.append(self.keeper)
+        self.directory.contested.source = self.keeper.vault.directory
         self._tally = self._services.tally("expert", ctx.data_dir / "updates.json", ctx.worker("files"))
         self._counted = 0  # of the updates that our experts made
 

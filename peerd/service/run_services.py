@@ -221,7 +221,11 @@ class RunServices:
     def expert_calls(self, worker: Worker) -> ExpertClient:
         """For a trainer, or a user's own loop: calls to experts, chosen and checked on `worker`."""
         from peerd.service.experts.expert_client import ExpertClient  # brings numpy, which a backbone does not need
+        from peerd.service.experts.kept_directory import KeptDirectory, ReadingPeer
 
+        if self.experts.contested.source is None:
+            peer = ReadingPeer(self._host, self._rpc, self._dht, self.clock)
+            self.experts.contested.source = KeptDirectory(self.run, peer, worker)
         return ExpertClient(self.run, self._rpc, self.experts, self.clock, worker)
 
     def pipeline(

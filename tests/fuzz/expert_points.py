@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -52,6 +53,13 @@ def _pointer(uid: Uid = A, generation: int = 0, version: int = 3, data: bytes = 
     return Pointer(MARK, Name.of(uid), generation, version, root, len(data), owner).signed(WHO.identity)
 
 
+def _after(former: Pointer, version: int = 4, **facts: Any) -> Pointer:
+    """A pointer of the next generation, which goes on from another one or says so."""
+    facts = {"former": former.as_former(), "began": former.version, "version": version} | facts
+    made = _pointer(former.expert.uid, former.generation + 1)
+    return msgspec.structs.replace(made, **facts).signed(WHO.identity)
+
+
 def _announced(prefix: Uid, generation: int, *places: int) -> Announced:
     numbers = [generation] * len(places) if prefix.at else []
     return Announced(Name.of(prefix), bitmap(places, 2), numbers, numbers, 0.0, [ADDR])
@@ -84,6 +92,17 @@ SHARING = [
 _ROOM = HolderOffer(
     1 << 40, adopts=True, addrs=[ADDR], taking=[Name.of(A), Name.of(B)], hosted=0, places=1 << 30, sample_s=1e-9
 )
+_ME = WHO.identity.peer_id.public_key
+_FIRST = _pointer(A, 0, 3, STATES[1])
+_FORGED = msgspec.structs.replace(_FIRST, owner=bytes(range(32)), signature=bytes(64))
+_CHAINS = [  # of a stranger: through itself, handed to itself, from what nobody signed, and from no state of the former
+    [_after(_FIRST), _FIRST],
+    [_after(_after(_FIRST)), _after(_FIRST), _FIRST],
+    [_after(msgspec.structs.replace(_FIRST, heir=_ME).signed(WHO.identity), 9)],
+    [_after(_FORGED)],
+    [_after(_FIRST, began=9, version=2), _after(_FIRST, generation=0), _after(_FIRST, generation=(1 << 53) - 1)],
+    [_pointer(A, 1001, 1_000_000, STATES[1])],
+]
 _RECORDS = [
     *(
         goods.signed_record(prefix_key(RUN.run, prefix), encode(told), lasts_s=LASTS_S)
@@ -109,6 +128,20 @@ _RECORDS = [
     goods.signed_record(holders_key(RUN.run), encode(_ROOM), lasts_s=LASTS_S),
     goods.signed_record(holders_key(RUN.run), b"junk", version=2, lasts_s=LASTS_S),
 ]
+_STRANGERS = [
+    *(
+        goods.signed_record(
+            kept_experts_key(RUN.run, A.prefix), encode(KeptExperts(chain, [ADDR])), bytes([number]), lasts_s=LASTS_S
+        )
+        for number, chain in enumerate(_CHAINS, 1)
+    ),
+    *(
+        goods.signed_record(
+            prefix_key(RUN.run, A.prefix), encode(_announced(A.prefix, generation, 1)), bytes([1]), lasts_s=LASTS_S
+        )
+        for generation in (1, 2, 1001)
+    ),
+]
 _KEYS = [
     *(key(RUN.run, uid.prefix).raw for uid in (A, B) for key in (prefix_key, kept_experts_key)),
     holders_key(RUN.run).raw,
@@ -121,6 +154,11 @@ POOL = Pool(
     goods.POOL.texts,
     (*goods.POOL.data, MARK, b"r" * 16, _pointer().digest, _pointer().signature, *_RECORDS, *_KEYS),
 )
+STRANGE = [
+    *(Good("dht/3/store", dht.StoreMessage([record], None)) for record in _STRANGERS),
+    *(Good("vault/1/keep", Keep(pointer)) for chain in _CHAINS for pointer in chain),
+    *(Good("sharing/1/take", TakeOver(chain[0], 900, 0.001)) for chain in _CHAINS),
+]
 REPLIES = [Kept(held=True), Kept(held=False), Empty()]
 
 # --- what it answers -------------------------------------------------------------------------------------------------
@@ -199,5 +237,13 @@ async def _claims(stage: Stage) -> Sequence[Hostile]:
 async def _holds(stage: Stage) -> Sequence[Hostile]:
     hostile = await _answering(stage)
     for store in DIRECTORY[5:-1]:
+        assert await ask(hostile, store)
+    return [hostile]
+
+
+@point("as a stranger with pointers of its own", Menu(POOL, [*STRANGE, *DIRECTORY], REPLIES).talk(), POINTS)
+async def _signs(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _answering(stage)
+    for store in STRANGE[: len(_STRANGERS)]:
         assert await ask(hostile, store)
     return [hostile]

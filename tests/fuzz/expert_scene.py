@@ -1,8 +1,8 @@
 """The scene of hostile sessions with a peer that hosts experts and keeps checkpoints of others'.
 
 One host runs the role `expert` with real experts on a virtual device, with its vault, its adoption and the directory;
-the honest peer calls an expert. Without tokens a hostile peer may claim any expert, and the host yields to it: then it
-says so, and goes on.
+the honest peer calls an expert. Without tokens a hostile peer may claim an expert of which nobody else holds a
+checkpoint yet, and the host may yield to it: then it says so, and goes on.
 """
 
 from __future__ import annotations

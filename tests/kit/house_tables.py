@@ -58,6 +58,7 @@ PACKAGES = {
     "machine/experts": {"machine/rate"},
     "machine/mux": {"machine", "machine/rate"},
     "machine/network": {"machine/rate"},
+    "machine/owners": {"machine/experts"},
     "machine/pipeline": {"machine/budget", "machine/rate", "machine/rpc"},
     "machine/positions": {"machine/swarm"},
     "machine/rebalance": {"machine/rate", "machine/swarm"},

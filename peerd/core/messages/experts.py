@@ -9,6 +9,8 @@ and means the same whoever shows it.
 
 A hostile peer may send: experts outside the grid, bitmaps of another length, claims without experts, pointers that
 nobody signed, pieces that are not those of the digest. Decoding bounds sizes; the rest is checked where it is used.
+A signed pointer proves who made a checkpoint, not that its owner may host the expert: that follows from the chain of
+owners (`Former`), see `machine.owners.lineage`.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ Updates = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 RequestId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Sha256 = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Signed = Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+PublicKey = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Heir = Annotated[bytes, msgspec.Meta(max_length=32)]  # a public key, or empty
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Places = Annotated[int, msgspec.Meta(ge=0, le=EXPERT_PLACES)]
 Addrs = Annotated[list[AddrText], msgspec.Meta(max_length=16)]
@@ -141,6 +145,28 @@ class HolderOffer(Message, frozen=True):
 # --- checkpoints ------------------------------------------------------------------------------------------------
 
 
+class Former(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The signed checkpoint of an earlier owner from which a later owner went on, as the later owner names it.
+
+    All fields but `origin` are those of the earlier owner's `Pointer`, so that its signature can be checked here.
+    """
+
+    generation: Generation
+    version: Updates
+    digest: Sha256
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=EXPERT_STATE_BYTES)]
+    owner: PublicKey
+    signature: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)]
+    began: Updates
+    heir: Heir = b""
+    origin: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""  # SHA-256 of the earlier owner's own `former`
+
+    @property
+    def peer(self) -> PeerId:
+        """The earlier owner."""
+        return PeerId.from_public_key(self.owner)
+
+
 class Pointer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A host's signed word that an expert's state, after so many updates, has this digest."""
 
@@ -150,17 +176,41 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     version: Updates
     digest: Sha256  # of the digests of all pieces, joined
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=EXPERT_STATE_BYTES)]
-    owner: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # public key
+    owner: PublicKey
     signature: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)] = b""
     began: Updates = 0  # updates that it had when this generation began: of others' later ones, it has none
+    former: Former | None = None  # what this generation began from; None: from the run's seed
+    heir: Heir = b""  # whom the owner hands the expert to with this state; empty: nobody
 
     def signed(self, signer: Signer) -> Pointer:
         """This pointer with its owner's signature."""
-        return msgspec.structs.replace(self, signature=signer.sign(self._statement()))
+        return msgspec.structs.replace(self, signature=signer.sign(self._statement(self._origin())))
 
     def is_signed(self) -> bool:
-        """True when its owner signed it. Takes some 0.1 ms: off the loop where there are many."""
-        return verify(PeerId.from_public_key(self.owner), self._statement(), self.signature)
+        """True if its owner signed it, and the former owner signed what it began from. Takes some 0.1 ms for each of
+        the two: off the loop where there are many.
+        """
+        if not verify(self.peer, self._statement(self._origin()), self.signature):
+            return False
+        former = self.former
+        if former is None:
+            return True
+        facts = (former.generation, former.version, former.digest, former.size_bytes, former.owner)
+        bare = Pointer(self.run, self.expert, *facts, began=former.began, heir=former.heir)
+        return verify(former.peer, bare._statement(former.origin), former.signature)
+
+    def continues(self) -> bool:
+        """True if this generation goes on from what `former` says: from exactly that state, or anew from the seed."""
+        former = self.former
+        if former is None or self.generation <= former.generation or self.version < self.began:
+            return False
+        first = self.version == self.began
+        return self.began == 0 or (self.began == former.version and (not first or self.digest == former.digest))
+
+    def as_former(self) -> Former:
+        """This checkpoint, as the pointers of the next owner name it."""
+        facts = (self.generation, self.version, self.digest, self.size_bytes, self.owner, self.signature, self.began)
+        return Former(*facts, self.heir, self._origin())
 
     @property
     def peer(self) -> PeerId:
@@ -172,8 +222,14 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         """Order of checkpoints of one expert: the highest is the newest."""
         return self.generation, self.version, self.owner
 
-    def _statement(self) -> bytes:
-        return _DOMAIN + encode(msgspec.structs.replace(self, signature=b""))
+    def _origin(self) -> bytes:
+        return hashlib.sha256(encode(self.former)).digest() if self.former is not None else b""
+
+    def _statement(self, origin: bytes) -> bytes:
+        """What the owner signs. A pointer without `former` and `heir` is signed as it was before there were these."""
+        told = (*msgspec.structs.astuple(self)[:7], b"", self.began)
+        linked = (origin, self.heir) if origin or self.heir else ()
+        return _DOMAIN + msgspec.msgpack.encode((*told, *linked))
 
 
 class KeptExperts(Message, frozen=True):

@@ -1,1 +1,1 @@
-"""Experts: which host owns one, which callers' requests make one batch, what is kept of updates that were made."""
+"""Experts: what hosts claim and adopt, which requests make one batch, what is kept of updates that were made."""

@@ -1,12 +1,9 @@
-"""Claims: which host owns an expert, which of its experts a host gives up, and which free ones it takes.
+"""Claims: what a host announces, and which free experts it takes.
 
 Sans-IO. Hosts claim experts by announcing them with a generation: 0 for an expert that begins anew, one more each time
-that it is adopted from a checkpoint. Of several claims the highest (generation, peer id) wins. That order is total and
-the same on every peer, so all that see the same claims see the same winner; a partition may have two owners until it
-heals, and the loser finds itself outbid with the next announcement that it reads.
-
-A hostile host may claim experts that are not its own, at any generation: nothing here can tell, only a token can; a
-claim outside the grid is none.
+that it is adopted from a checkpoint. A hostile host may claim experts that are not its own, in any generation: which
+claim counts follows from the expert's lineage (`machine.owners.lineage`), never from the number alone. A claim outside
+the grid is none.
 """
 
 from __future__ import annotations
@@ -30,29 +27,6 @@ class ExpertClaim:
 
     generation: int
     peer: str
-
-    @property
-    def rank(self) -> tuple[int, str]:
-        """Order of claims to one expert: the highest wins."""
-        return self.generation, self.peer
-
-
-def winners(claims: Iterable[tuple[Uid, ExpertClaim]]) -> dict[Uid, ExpertClaim]:
-    """The claim that wins each expert."""
-    best = dict[Uid, ExpertClaim]()
-    for uid, claim in claims:
-        if uid not in best or claim.rank > best[uid].rank:
-            best[uid] = claim
-    return best
-
-
-def outbid(mine: Mapping[Uid, int], me: str, seen: Mapping[Uid, ExpertClaim]) -> dict[Uid, ExpertClaim]:
-    """The experts that this host must give up, each with the claim that beats its own. `mine`: generations."""
-    return {
-        uid: seen[uid]
-        for uid, generation in mine.items()
-        if uid in seen and seen[uid].peer != me and seen[uid].rank > ExpertClaim(generation, me).rank
-    }
 
 
 def in_own_order(grid: Grid, rng: random.Random) -> Iterator[Uid]:

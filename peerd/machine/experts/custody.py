@@ -10,7 +10,8 @@ a hiccup, or a broken line between two peers. A hostile peer may offer what it d
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +23,8 @@ _RENEWED: Final = 1.1  # periods that a claim stands without its host having ren
 _UNCLAIMED: Final = 0.5  # periods without any claim, where the last owner does not answer
 _LET_GO: Final = 2.0  # likewise where it answers: it may be starting
 _TURN: Final = 0.25  # periods between the turns of two adopters
+_TURNS_PER_PLACE: Final = 4  # of all adopters in one place: of its others each says that it adopts, and looks who does
+_TURNS: Final = 16  # of all adopters
 _WATCHED: Final = 1 << 16  # experts: more than a peer reads of in many looks
 _PREFIXES: Final = 4096  # that claims are remembered of
 
@@ -117,7 +120,11 @@ class OrphanWatch:
             return float("inf") if answers else since + _RENEWED * self._announce_s
         return since + self._announce_s * (_LET_GO if answers else _UNCLAIMED)
 
-    def may_adopt(self, now: float, uid: Uid, since: float, own: PeerId, others: Iterable[PeerId]) -> bool:
-        """True when it is our turn: each of `others` that comes before us had its time."""
-        turn = in_turn(uid, [own, *others]).index(own)
+    def may_adopt(self, now: float, uid: Uid, since: float, own: PeerId, others: Mapping[PeerId, str]) -> bool:
+        """True when it is our turn: each of `others` that comes before us had its time. They come with their places:
+        identities are free, so one place has a few turns, however many peers are there.
+        """
+        order = in_turn(uid, [own, *others])
+        places = Counter(others[peer] for peer in order[: order.index(own)])
+        turn = min(_TURNS, sum(min(_TURNS_PER_PLACE, count) for count in places.values()))
         return now >= since + turn * _TURN * self._announce_s

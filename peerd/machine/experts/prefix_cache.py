@@ -2,7 +2,7 @@
 
 Entries of both kinds are of bounded age and number, and so are all claims together; what was written longest ago makes
 room. Nothing here is told to others: a negative entry that travels would let any peer hide experts. Of several hosts
-that claim one expert, the highest (generation, peer id) is the one that counts, then the next ones in that order.
+that claim one expert, the owner is the one that counts where it is known, then the highest (generation, peer id).
 
 A hostile host may claim whatever it likes, the highest generation too: whoever calls it, and gets nothing, has it rest
 (`host_rests`), and the next claim counts.
@@ -39,21 +39,27 @@ class ToldClaim:
         return self.generation, self.host.raw
 
 
-Claims = Mapping[int, tuple[ToldClaim, ...]]  # by coordinate, the highest first
+Claims = Mapping[int, tuple[ToldClaim, ...]]  # by coordinate, the owner first, then the highest
 _NOTHING: Final[Claims] = MappingProxyType({})
 
 
-def ranked(claims: Iterable[tuple[int, ToldClaim]], resting: Set[bytes] = frozenset()) -> Claims:
-    """Claims by coordinate, the highest of each kept, those of resting hosts last: a few liars that claim the highest
-    generation hide nobody for long.
+def ranked(
+    claims: Iterable[tuple[int, ToldClaim]],
+    resting: Set[bytes] = frozenset(),
+    owners: Mapping[int, PeerId] = MappingProxyType({}),
+) -> Claims:
+    """Claims by coordinate, the owner's and the highest of each kept, those of resting hosts last: a few liars that
+    claim the highest generation hide nobody for long.
     """
     found = dict[int, list[ToldClaim]]()
     for coordinate, claim in claims:
         found.setdefault(coordinate, []).append(claim)
     kept = dict[int, tuple[ToldClaim, ...]]()
     for coordinate, told in sorted(found.items()):
-        told.sort(key=lambda claim: (claim.host.raw not in resting, claim.rank), reverse=True)
-        kept[coordinate] = tuple(sorted(told[:EXPERT_CLAIMS], key=lambda claim: claim.rank, reverse=True))
+        owner = owners.get(coordinate)
+        told.sort(key=lambda claim: (claim.host == owner, claim.host.raw not in resting, claim.rank), reverse=True)
+        highest = sorted(told[:EXPERT_CLAIMS], key=lambda claim: (claim.host == owner, claim.rank), reverse=True)
+        kept[coordinate] = tuple(highest)
     return kept
 
 

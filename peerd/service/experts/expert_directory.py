@@ -2,8 +2,8 @@
 
 Each host publishes one record per prefix. Records are strangers' words: decoded strictly, checked against the grid and
 the key they stand under, and in a run with tokens believed only with a token for `expert`; a bad one is skipped and its
-publisher named in the log. Their addresses go to the host's address book. Of several claims to one expert the highest
-(generation, peer id) counts, unless its host rests because it failed this caller.
+publisher named in the log. Their addresses go to the host's address book. Of several claims to one expert the owner's
+counts (`contested`), then the highest (generation, peer id), unless its host rests because it failed this caller.
 
 What was read is remembered for one announcement period, and read anew in time while it is used (`run`). Does not call
 experts (`expert_client`), and does not choose among them (`machine/experts/beam`).
@@ -34,6 +34,7 @@ from peerd.machine.experts.live_bits import LiveBits
 from peerd.machine.experts.prefix_cache import Claims, PrefixCache, ToldClaim, ranked
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
+from peerd.service.experts.contested import ContestedExperts, Told
 from peerd.service.rpc.rpc import Rpc
 
 log = logging.getLogger("peerd.service.experts.expert_directory")
@@ -60,6 +61,7 @@ class ExpertDirectory:
         self._period_s = section.announce_s
         self._cache = PrefixCache(section.announce_s, min(section.announce_s, _LONGEST_NEGATIVE_S))
         self.rests = HostRests()
+        self.contested = ContestedExperts(section.announce_s)
         self._bits = LiveBits(self.grid, self.rests, lambda peer: peer == host.id or host.links.best(peer) is not None)
         self._reading: dict[Uid, trio.Event] = {}
         self._announced: set[Uid] = set()
@@ -110,8 +112,11 @@ class ExpertDirectory:
             except RemoteError as error:
                 log.info("announcements of experts could not be read: %s", error)
                 return {prefix: self._known_last(prefix) for prefix in wanted}
-            found = {prefix: await self._claims(prefix, records.get(key, [])) for key, prefix in keys.items()}
-            now, whole = self._clock.now(), trio.current_time() < began + LOOKUP_S
+            told = {prefix: await self._told_below(prefix, records.get(key, [])) for key, prefix in keys.items()}
+            whole = trio.current_time() < began + LOOKUP_S
+            owners = await self.contested.owners({p: each for p, each in told.items() if self._is_last(p)})
+            found = {prefix: self._claims(prefix, each, owners) for prefix, each in told.items()}
+            now = self._clock.now()
             for prefix, claims in found.items():
                 if claims or whole:
                     self._cache.put(now, prefix, claims)
@@ -152,8 +157,8 @@ class ExpertDirectory:
             "announced": len(self._announced),
         }
 
-    async def _claims(self, prefix: Uid, records: list[Record]) -> Claims:
-        """The claims in a prefix's records; names those who announced it where nothing stands."""
+    async def _told_below(self, prefix: Uid, records: list[Record]) -> list[tuple[int, ToldClaim]]:
+        """The claims in a prefix's records."""
         told = list[tuple[int, ToldClaim]]()
         for number, record in enumerate(records):
             if number % _RECORDS_A_TURN == _RECORDS_A_TURN - 1:
@@ -163,19 +168,27 @@ class ExpertDirectory:
                 self.records += 1
             except ProtocolViolation as error:
                 self._say(error.blame(record.publisher), record.publisher)
-        claims = ranked(told, self.rests.hosts(self._clock.now()))
+        return told
+
+    def _claims(self, prefix: Uid, told: Told, owners: Mapping[Uid, PeerId]) -> Claims:
+        """The claims below a prefix, those that count first; names those who announced it where nothing stands."""
+        below = {uid.at[-1]: owner for uid, owner in owners.items() if uid.prefix == prefix}
+        claims = ranked(told, self.rests.hosts(self._clock.now()), below)
         if not claims and len(prefix.at) > 1:
             self._name_ghost(prefix)
-        elif len(prefix.at) == len(self.grid.sides) - 1:
+        elif self._is_last(prefix):
             self._name_rivals(prefix, claims)
         return claims
+
+    def _is_last(self, prefix: Uid) -> bool:
+        return len(prefix.at) == len(self.grid.sides) - 1
 
     def _told(self, peer: PeerId, value: bytes, prefix: Uid) -> Iterator[tuple[int, ToldClaim]]:
         """The claims of one record; none without a token that counts, and ProtocolViolation when it is not valid."""
         record = decode(Announced, value)
         if record.prefix.uid != prefix:
             raise ProtocolViolation(f"an announcement of experts below {record.prefix.uid} under the key of {prefix}")
-        side, experts = self.grid.side_below(prefix), len(prefix.at) == len(self.grid.sides) - 1
+        side, experts = self.grid.side_below(prefix), self._is_last(prefix)
         below = coordinates_in(record.below)
         if len(record.below) != -(-side // 8) or not below or below[-1] >= side:
             raise ProtocolViolation(f"an announcement below {prefix} with a bitmap that does not fit {side} places")

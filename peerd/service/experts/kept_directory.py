@@ -2,16 +2,18 @@
 
 Records are strangers': decoded strictly, a bad one is skipped and its publisher named in the log. In a run with tokens
 one counts only with its publisher's token in it: of an expert for claims, of an expert or a backbone for the rest. A
-pointer counts only with its owner's signature, whoever shows it. Addresses go to the host's address book.
+pointer counts only with its owner's signature, whoever shows it, and claims and pointers only in the lineage of an
+expert (`machine.owners.lineage`): where that depends on who holds what, holders are called to see which networks they
+are in. Addresses go to the host's address book.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 import trio
@@ -19,7 +21,7 @@ import trio
 from peerd.core.addr import parse_addr
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
-from peerd.core.errors import ConfigError, ProtocolViolation
+from peerd.core.errors import ConfigError, ProtocolViolation, RemoteError, TooSlow, Unreachable
 from peerd.core.experts.grid import (
     Uid,
     coordinates_in,
@@ -37,11 +39,14 @@ from peerd.core.limits import (
     KEPT_EXPERTS_PER_RECORD,
     KEPT_RECORDS_PER_PREFIX,
 )
-from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.experts import Announced, HolderOffer, KeptExperts, Pointer
+from peerd.core.messages.encoding import Empty, decode, encode
+from peerd.core.messages.experts import DIGEST_BYTES, Announced, HolderOffer, KeptExperts, PieceWanted, Pointer
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
+from peerd.machine.budget.book import NEAR, user_at
 from peerd.machine.experts.custody import SeenClaim
+from peerd.machine.owners.lineage import ExpertLineages
+from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht, Record
 from peerd.service.rpc.rpc import Rpc
@@ -49,7 +54,11 @@ from peerd.service.rpc.rpc import Rpc
 log = logging.getLogger("peerd.service.experts.kept_directory")
 
 M = TypeVar("M", Announced, HolderOffer, KeptExperts)
-_AT_ONCE = 8  # records that are published
+GET: Final = "vault/1/get"
+_AT_ONCE: Final = 8  # records that are published
+_CALLED: Final = 32  # holders that one look calls to see where they are
+_SAID_AGAIN_S: Final = 600.0  # before the same peer's checkpoints are named again
+_NOTHING: Final = PieceWanted(bytes(DIGEST_BYTES), 0)
 
 
 class VaultPeer(Protocol):
@@ -66,20 +75,24 @@ class VaultPeer(Protocol):
 
 
 @dataclass(slots=True)
-class KeptCopy:
-    """A checkpoint, and those who say that they hold it."""
-
-    pointer: Pointer
-    holders: list[PeerId] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class CustodyView:
     """What one look at the directory showed."""
 
-    kept: dict[Uid, list[KeptCopy]] = field(default_factory=dict)  # the newest first
-    claims: dict[Uid, SeenClaim] = field(default_factory=dict)  # the winner of each
+    kept: dict[Uid, list[KeptCopy]] = field(default_factory=dict)  # of owners in the lineage, the newest first
+    claims: dict[Uid, SeenClaim] = field(default_factory=dict)  # of the owner of each
     offers: dict[PeerId, HolderOffer] = field(default_factory=dict)
+    told: dict[Uid, list[SeenClaim]] = field(default_factory=dict)  # all claims, strangers' too
+    waits: set[Uid] = field(default_factory=set)  # experts that another host may be about to own
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingPeer:
+    """A `VaultPeer` of a process that has no vault."""
+
+    host: Host
+    rpc: Rpc
+    dht: Dht
+    clock: Clock
 
 
 class KeptDirectory:
@@ -94,6 +107,10 @@ class KeptDirectory:
         self._patience_s = min(10.0, max(1.0, run.experts.announce_s / 8))
         self._ttl_s = max(3 * run.experts.announce_s, 5.0)
         self._genuine = BoundedDict[bytes, None](4 * KEPT_EXPERTS)  # signatures of pointers that were checked
+        self._announce_s = run.experts.announce_s
+        self.lineages = ExpertLineages(run.experts.announce_s, peer.host.id, self.seat)
+        self._silent = BoundedDict[PeerId, float](KEPT_EXPERTS)  # peers that did not answer, until when
+        self._said = BoundedDict[PeerId, float](KEPT_EXPERTS)  # owners outside the lineage, until when
         self._published: dict[tuple[Key, bytes], tuple[object, float]] = {}  # what of it is told anew, and when it was
 
     @property
@@ -107,10 +124,13 @@ class KeptDirectory:
 
     # --- reading ----------------------------------------------------------------------------------------------
 
-    async def look(self, prefixes: Sequence[Uid], timeout_s: float | None = None) -> CustodyView:
+    async def look(
+        self, prefixes: Sequence[Uid], timeout_s: float | None = None, shown: Pointer | None = None
+    ) -> CustodyView:
         """Claims and checkpoints below these, and all offers; RemoteError when the directory cannot be read.
 
-        When the time runs out, what was found by then: a peer that was lost holds up whoever asks it.
+        When the time runs out, what was found by then: a peer that was lost holds up whoever asks it. `shown`: a signed
+        pointer that its owner shows to this peer, and that may not stand in the directory yet.
         """
         kept = {kept_experts_key(self.run, prefix): prefix for prefix in prefixes}
         claimed = {prefix_key(self.run, prefix): prefix for prefix in prefixes}
@@ -121,11 +141,93 @@ class KeptDirectory:
         for key, prefix in claimed.items():
             await trio.lowlevel.checkpoint()  # a prefix may have a thousand claims
             for uid, claim in self._claims(prefix, found.get(key, [])):
-                if uid not in view.claims or claim.rank > view.claims[uid].rank:
-                    view.claims[uid] = claim
-        shown = [each for key, prefix in kept.items() for each in self._shown(prefix, found.get(key, []))]
-        await self._sort_in(view, shown)
+                view.told.setdefault(uid, []).append(claim)
+        told = [each for key, prefix in kept.items() for each in self._shown(prefix, found.get(key, []))]
+        await self._settle(view, await self._copies(told if shown is None else [*told, (shown.peer, shown)]))
         return view
+
+    async def owners(self, prefixes: Sequence[Uid], before: Mapping[Uid, ExpertReign]) -> dict[Uid, PeerId]:
+        """Hosts that own experts below these and say so; RemoteError when the directory cannot be read.
+
+        `before`: hosts that this peer has called for some time; they count where it does not know the lineage.
+        """
+        for uid, reign in before.items():
+            self.lineages.followed(trio.current_time(), uid, reign)
+        view = await self.look(prefixes)
+        return {uid: claim.peer for uid, claim in view.claims.items()}
+
+    async def _settle(self, view: CustodyView, copies: dict[Uid, list[KeptCopy]]) -> None:
+        """Fill in the owner of each expert, and what its owners kept."""
+        uids, now = [*dict.fromkeys([*view.told, *copies])], trio.current_time()
+        holders, claimants = list[PeerId](), list[PeerId]()
+        for uid in uids:
+            claims, shown = view.told.get(uid, ()), copies.get(uid, ())
+            if self.lineages.is_open(now, uid, claims, shown):
+                # Who adopts looks whether the last owner answers; to wait for it here, too, makes each look late.
+                gone = self.lineages.gone(now, uid, claims)
+                holders += [peer for copy in shown for peer in copy.holders if peer != gone]
+                claimants += [claim.peer for claim in claims if claim.peer != gone]
+        if holders or claimants:
+            await self._call([*holders, *claimants])
+        for number, uid in enumerate(uids):
+            if number % 64 == 63:
+                await trio.lowlevel.checkpoint()
+            found = self.lineages.settle(trio.current_time(), uid, view.told.get(uid, ()), copies.get(uid, ()))
+            if found.claim is not None:
+                view.claims[uid] = found.claim
+            if found.kept:
+                view.kept[uid] = list(found.kept)
+            if found.waits:
+                view.waits.add(uid)
+            self._name_strangers(uid, copies.get(uid, ()), found.kept)
+
+    def _name_strangers(self, uid: Uid, shown: Sequence[KeptCopy], kept: Sequence[KeptCopy]) -> None:
+        """Name the owners of checkpoints that do not count."""
+        now, counted = trio.current_time(), {copy.pointer.peer for copy in kept}
+        for owner in dict.fromkeys(copy.pointer.peer for copy in shown):
+            if owner not in counted:
+                level = logging.WARNING if self._said.get(owner, now) <= now else logging.DEBUG
+                self._said.setdefault(owner, now + _SAID_AGAIN_S)
+                text = "skipped a checkpoint of expert %s by peer %s: it is not an owner in the lineage that is known"
+                log.log(level, text, uid, owner)
+
+    def seat(self, peer: PeerId) -> str | None:
+        """The network of a peer, or its address in a private network, as its connection shows; None without one."""
+        if peer == self._peer.host.id:
+            addrs = self._peer.host.addrs()
+            user = user_at(peer.text, addrs[0]) if addrs else None
+        else:
+            link = self._peer.host.links.best(peer)
+            user = user_at(peer.text, link.remote) if link is not None else None
+        if user is None:
+            return None
+        return user.place if user.region.startswith(NEAR) else user.region
+
+    async def answers(self, peer: PeerId, timeout_s: float) -> bool:
+        """True when a peer gives an answer, whatever it is. One that gives none in the time of a look is not called by
+        looks for a while.
+        """
+        try:
+            await self._peer.rpc.call(peer, GET, _NOTHING, Empty, timeout_s=timeout_s, reply_frame_bytes=0)
+        except (Unreachable, TooSlow):
+            if timeout_s >= self._patience_s:
+                self._silent[peer] = trio.current_time() + self._announce_s
+            return False
+        except RemoteError:
+            pass
+        self._silent.pop(peer, None)
+        return True
+
+    async def _call(self, peers: Iterable[PeerId]) -> None:
+        """Connect to those of these that there is no connection to, so that they have a voice."""
+        now = trio.current_time()
+        absent = [
+            peer for peer in dict.fromkeys(peers) if self.seat(peer) is None and self._silent.get(peer, now) <= now
+        ]
+
+        async with trio.open_nursery() as nursery:
+            for peer in absent[:_CALLED]:
+                nursery.start_soon(self.answers, peer, self._patience_s)
 
     async def offers(self) -> dict[PeerId, HolderOffer]:
         """The peers that have room."""
@@ -168,8 +270,8 @@ class KeptDirectory:
                 return "names experts that do not lie below its prefix"
         return None
 
-    async def _sort_in(self, view: CustodyView, shown: list[tuple[PeerId, Pointer]]) -> None:
-        """Add pointers that their owners signed."""
+    async def _copies(self, shown: list[tuple[PeerId, Pointer]]) -> dict[Uid, list[KeptCopy]]:
+        """The pointers that their owners signed, the newest of each expert first."""
         told = [(holder, pointer, encode(pointer)) for holder, pointer in shown]
         new = {whole: pointer for _, pointer, whole in told if whole not in self._genuine}
         if new:
@@ -186,8 +288,10 @@ class KeptDirectory:
             else:
                 uid = pointer.expert.uid
                 log.warning("skipped a checkpoint of expert %s that peer %s shows: its owner did not sign", uid, holder)
+        found = dict[Uid, list[KeptCopy]]()
         for copy in sorted(copies.values(), key=lambda c: c.pointer.rank, reverse=True):
-            view.kept.setdefault(copy.pointer.expert.uid, []).append(copy)
+            found.setdefault(copy.pointer.expert.uid, []).append(copy)
+        return found
 
     def _read(
         self, kind: type[M], record: Record, *roles: str, check: Callable[[M], str | None] = lambda _: None

@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 
 import trio
 
-from peerd.core.errors import Overloaded, Refused, RemoteError, TooSlow, Unreachable
+from peerd.core.errors import Overloaded, Refused, RemoteError, TooSlow
 from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
@@ -37,10 +37,11 @@ from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.kept_shelf import KeptShelf
 from peerd.machine.experts.sharing import HostShare
+from peerd.machine.owners.owner_tree import ExpertReign
 from peerd.machine.rpc.declaration import Declaration, Shows
-from peerd.service.experts.kept_directory import KeptDirectory, VaultPeer
+from peerd.service.experts.kept_directory import GET, KeptDirectory, VaultPeer
 from peerd.service.experts.vault_disk import Bytes, VaultDisk, piece_at, pieces_of
-from peerd.service.experts.vault_fetch import GET, MemorySink, PieceFetch
+from peerd.service.experts.vault_fetch import MemorySink, PieceFetch
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.signals import Signal
 
@@ -71,7 +72,7 @@ DECLARED: Final = {
 }
 _SHAKE_S: Final = 30.0  # of a hand-over, beyond what its bytes take
 _TOGETHER_S: Final = 0.5  # checkpoints often come by several at once
-_NOTHING: Final = PieceWanted(bytes(DIGEST_BYTES), 0)
+_OWNER_S: Final = 2.0  # that the owner of an expert is called before another one's checkpoint is kept
 
 
 class Vault:
@@ -113,6 +114,8 @@ class Vault:
             else:
                 gone += self._shelf.take(pointer)
         await self._worker.run(partial(self._remove, gone), name="drop checkpoints of experts")
+        for pointer in self._shelf.pointers:
+            self.directory.lineages.found(pointer)
         await self._look_at_disk()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -228,13 +231,7 @@ class Vault:
 
     async def answers(self, peer: PeerId, timeout_s: float) -> bool:
         """True when a peer gives an answer, whatever it is."""
-        try:
-            await self._peer.rpc.call(peer, GET, _NOTHING, Empty, timeout_s=timeout_s, reply_frame_bytes=0)
-        except (Unreachable, TooSlow):
-            return False
-        except RemoteError:
-            return True
-        return True
+        return await self.directory.answers(peer, timeout_s)
 
     # --- serving ----------------------------------------------------------------------------------------------
 
@@ -272,6 +269,11 @@ class Vault:
         why = self._shelf.objection(pointer)
         if why is not None:
             raise Refused(why)
+        if not await self._is_in_lineage(pointer):
+            log.warning(
+                "peer %s asks to keep a checkpoint of expert %s, which it does not own", peer, pointer.expert.uid
+            )
+            raise Refused("you do not own the expert, as far as this peer knows")
         if pointer.size_bytes > self.room_bytes or pointer.signature in self._coming:
             raise Overloaded("no room beside what is being fetched", _SHAKE_S)
         self._coming[pointer.signature] = pointer
@@ -285,6 +287,25 @@ class Vault:
         finally:
             del self._coming[pointer.signature]
         return Answer(Kept(held=True))
+
+    async def _is_in_lineage(self, pointer: Pointer) -> bool:
+        """True if the owner of a checkpoint owns the expert. Its word counts with others once this peer holds it."""
+        uid, lineages = pointer.expert.uid, self.directory.lineages
+        reign = ExpertReign(pointer.generation, pointer.peer)
+        if lineages.owner(uid) == reign:
+            return True
+        for _ in range(2):
+            try:
+                await self.directory.look([uid.prefix], shown=pointer)
+            except RemoteError as error:
+                raise Refused("the directory that says who owns the expert cannot be read now") from error
+            owner = lineages.owner(uid)
+            if owner is None or owner == reign:
+                return True
+            if owner.owner == self._peer.host.id or await self.directory.answers(owner.owner, _OWNER_S):
+                return False
+            lineages.lost(trio.current_time(), uid)
+        return False
 
     def fault(self, pointer: Pointer, peer: PeerId) -> str | None:
         """Why a checkpoint that `peer` shows as its own is none; None: it is."""

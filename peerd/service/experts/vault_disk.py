@@ -24,7 +24,7 @@ from peerd.core.messages.state import piece_digest
 
 _MAGIC: Final = b"peerd expert 1\n\0"
 _HEAD: Final = struct.Struct(f"<{len(_MAGIC)}sI")  # magic, length of the pointer
-_POINTER_BYTES: Final = 1024  # some 250 in fact
+_POINTER_BYTES: Final = 1024  # some 450 in fact
 SUFFIX: Final = ".expert"  # of a checkpoint's file
 
 Bytes = bytes | bytearray | memoryview

@@ -25,13 +25,13 @@ from peerd.core.messages.encoding import Empty
 from peerd.core.messages.experts import DIGEST_BYTES, PieceWanted, Pointer, state_root
 from peerd.core.messages.state import piece_digest
 from peerd.core.work import Worker
+from peerd.service.experts.kept_directory import GET
 from peerd.service.experts.vault_disk import Bytes, piece_at, pieces_of
 from peerd.service.rpc.rpc import Rpc
 from peerd.signals import Signal
 
 log = logging.getLogger("peerd.service.experts.vault_fetch")
 
-GET: Final = "vault/1/get"
 _PIECE_S: Final = 30.0  # for one piece, or the digests: 1 MiB at the pace of a modem
 _LANES: Final = 4  # pieces asked of one holder at once
 _HOLDERS: Final = 4  # asked at once; more take their place when one fails

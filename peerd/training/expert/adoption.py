@@ -2,15 +2,17 @@
 
 Every quarter of an announcement period this peer looks at the directory. An expert whose claim is not renewed and whose
 host does not answer, or that nobody claims, is an orphan; the peers that offer to adopt come for it one after the other
-in an order that all of them compute (`machine.experts.custody`). It takes the newest checkpoint, an older one if the
-bytes are not those of the digest or do not load, and begins anew if there is none to be had, and says what was lost.
+in an order that all of them compute (`machine.experts.custody`). It takes the newest checkpoint of the last owner, an
+older one if the bytes are not those of the digest or do not load, and begins anew if there is none to be had, and says
+what was lost. Its own checkpoints name the one from which it went on, so that others see that it follows the last owner
+(`machine.owners.lineage`); what strangers claim and sign outside this chain moves nobody.
 
 One adopter at a time: who would adopt says so, and looks only when that stands in the directory, once before it fetches
 and once before it hosts; it says so until its claim stands there. Of two, the later one sees the earlier one's word, or
 its claim. Where each sees the other's word, the one that comes later in the order goes back, and the other waits until
 it has, for it may have looked before. So no orphan is adopted twice while what one peer publishes is read by another,
-however many are silent; in a partition both sides may have an owner. When it has healed, the highest (generation, peer
-id) wins, and the other gives the expert up here.
+however many are silent; in a partition both sides may have an owner. When it has healed, one of the two gives the
+expert up here (`machine.owners.rivals`).
 
 Where a look takes in the whole grid (4,096 experts below 256 prefixes), an orphan is adopted within two announcement
 periods. On a larger one that holds below prefixes of which those who come first in the order host or keep an expert,
@@ -19,8 +21,9 @@ grid of up to 65,536 experts (1,024 prefixes) is seen whole in each period, its 
 larger one each look takes in 16,384 (256).
 
 A hostile peer may show checkpoints that are not there (they are given up after a second try), that hold NaN (an older
-one is taken), or huge ones; claim what it does not serve; say that it is about to adopt and never do (it is waited for
-no longer than a bound, and not while it does not answer). It is named in the log.
+one is taken), or huge ones; claim what it does not serve; say that it is about to adopt and never do (`machine.owners.
+turns`: all peers of one network are waited for together, as long as the state takes, and not while they do not answer).
+It is named in the log.
 """
 
 from __future__ import annotations
@@ -35,12 +38,13 @@ from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
-from peerd.core.messages.experts import Pointer
+from peerd.core.messages.experts import HolderOffer, Pointer
 from peerd.machine.experts.custody import OrphanWatch, SeenClaim, draw
+from peerd.machine.owners.owner_tree import KeptCopy
 from peerd.role import RoleContext
-from peerd.service.experts.kept_directory import CustodyView, KeptCopy
+from peerd.service.experts.kept_directory import CustodyView
 from peerd.service.experts.vault import Vault
-from peerd.training.expert.checkpoints import AdoptingHost, ExpertCheckpoints
+from peerd.training.expert.checkpoints import AdoptingHost, ExpertCheckpoints, place_of
 
 _LOOKS: Final = 4  # in an announcement period
 _EXPERTS_PER_LOOK: Final = 4096  # places of the grid below the prefixes of one look, besides those that concern us
@@ -53,7 +57,6 @@ _AT_ONCE: Final = 4  # states that are fetched
 _TRIES: Final = 2  # at holders that do not answer, then it begins anew
 _CHECKPOINTS: Final = 6  # of one expert that are tried
 _BEYOND: Final = 2  # times what a host makes between two checkpoints: one may have been on its way
-_TAKING_S: Final = 600.0  # that others' adoptions are waited for
 _LAST_GENERATION: Final = (1 << 53) - 1
 
 
@@ -80,9 +83,10 @@ class Adoption:
         self._watch = OrphanWatch(self._announce_s)
         self._limit = trio.CapacityLimiter(_AT_ONCE)
         self._tries = BoundedDict[Uid, int](LINKS)
-        self._others_take = BoundedDict[tuple[Uid, PeerId], float](LINKS)  # since when they say so
         self._due = float("inf")  # when an expert will be doubtful
         self._turn = 0  # of the prefixes that do not concern us
+        self._lineages = vault.directory.lineages
+        self._lineages.hosted = self._generation
         vault.adopts = lambda: self._room() > 0
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -104,6 +108,10 @@ class Adoption:
             "dropped": self.yielded,
             "updates_dropped": self.updates_dropped,
         }
+
+    def _generation(self, uid: Uid) -> int | None:
+        hosted = self._host.experts.get(uid)
+        return hosted.generation if hosted is not None else None
 
     def _room(self) -> int:
         return self._host.room() - len(self._vault.taking)
@@ -129,8 +137,8 @@ class Adoption:
             if self._room() <= 0:
                 return
             adopters = [p for p, offer in view.offers.items() if offer.adopts and answers.get(p, True)]
-            adopters = [p for p in adopters if p not in (self._me, owners[uid])]
-            if not self._watch.may_adopt(now, uid, since[uid], self._me, adopters):
+            places = {p: self._place(p, view.offers[p]) for p in adopters if p not in (self._me, owners[uid])}
+            if uid in view.waits or not self._watch.may_adopt(now, uid, since[uid], self._me, places):
                 continue
             if len(self._vault.taking) < EXPERT_TAKING and not await self._rivals(uid, view):
                 self._vault.taking.append(uid)
@@ -165,8 +173,15 @@ class Adoption:
                 self._due = min(self._due, self._watch.doubtful_at(uid))
         return doubtful
 
+    def _place(self, peer: PeerId, offer: HolderOffer) -> str:
+        """Where a peer is, as its connection shows; without one, as it says."""
+        return self._vault.directory.seat(peer) or place_of(offer.addrs)
+
     def _owner(self, uid: Uid, view: CustodyView) -> PeerId:
         """The last host of an expert, as far as we know."""
+        known = self._lineages.owner(uid)
+        if known is not None:
+            return known.owner
         claim = view.claims.get(uid) or self._watch.last(uid)
         return claim.peer if claim is not None else view.kept[uid][0].pointer.peer
 
@@ -186,18 +201,19 @@ class Adoption:
         return answers
 
     async def _rivals(self, uid: Uid, view: CustodyView) -> list[PeerId]:
-        """The other peers that are about to adopt an expert, and answer."""
-        now = trio.current_time()
+        """The other peers that are about to adopt an expert, answer, and have not had their turn."""
         takers = [p for p, o in view.offers.items() if p != self._me and any(n.uid == uid for n in o.taking)]
-        since = {taker: self._others_take.setdefault((uid, taker), now) for taker in takers}
-        answers = await self._probe([taker for taker in takers if now - since[taker] < _TAKING_S])
-        return [taker for taker in takers if answers.get(taker, False)]
+        answers = await self._probe(takers[:_PROBES])
+        now, copies = trio.current_time(), view.kept.get(uid)
+        size, seat = copies[0].pointer.size_bytes if copies else 0, self._vault.directory.seat
+        there = [taker for taker in takers if answers.get(taker, False)]
+        return [p for p in there if self._lineages.turns.has_turn(now, uid, p, seat(p), size)]
 
     async def _yield(self, view: CustodyView) -> None:
-        """Give up the experts that another host claims with a higher rank."""
+        """Give up the experts that another host owns by now."""
         for uid, hosted in list(self._host.experts.items()):
             claim = view.claims.get(uid)
-            if claim is None or claim.peer == self._me or claim.rank <= (hosted.generation, self._me):
+            if claim is None or claim.peer == self._me:
                 continue
             if uid in self._vault.giving:
                 continue  # it is ours until its next host has said that it goes on
@@ -251,7 +267,7 @@ class Adoption:
             view = await self._vault.directory.look([uid.prefix], self._announce_s / 2)
             claim = view.claims.get(uid)
             new = claim is not None and claim != before.claims.get(uid)
-            if new or uid in self._host.experts:
+            if new or uid in view.waits or uid in self._host.experts:
                 return None
             rivals = await self._rivals(uid, view)
             if not rivals:
@@ -261,10 +277,9 @@ class Adoption:
             await trio.sleep(self._announce_s / _LOOKS_AT_RIVAL)
 
     async def _adopt(self, uid: Uid, copies: Sequence[KeptCopy], before: CustodyView) -> None:
-        generations = [copy.pointer.generation for copy in copies]
-        last = self._watch.last(uid)
-        generations += [last.generation] if last is not None else []
-        generation = min(max(generations) + 1, _LAST_GENERATION)
+        generations, known = [copy.pointer.generation for copy in copies], self._lineages.owner(uid)
+        generations += [known.generation] if known is not None else []
+        generation = min(max(generations, default=0) + 1, _LAST_GENERATION)
         silent = False
         for copy in copies[:_CHECKPOINTS]:
             pointer = copy.pointer
@@ -276,6 +291,7 @@ class Adoption:
                 if await self._look_once_more(uid, before) is None:
                     return
                 await self._host.adopt(uid, generation, data)
+                self._checkpoints.began(uid, generation, pointer.version, pointer.as_former())
             except (RemoteError, ValueError) as error:
                 silent |= isinstance(error, RemoteError) and not isinstance(error, ProtocolViolation)
                 self._log.event(
@@ -296,6 +312,7 @@ class Adoption:
         if await self._look_once_more(uid, before) is None:
             return
         await self._host.adopt(uid, generation, None)
+        self._checkpoints.began(uid, generation, 0, copies[0].pointer.as_former() if copies else None)
         self.began_anew += 1
         why = "none of its checkpoints can be had" if copies else "no checkpoint of it is known"
         self._log.event("expert.began_anew", level="warning", expert=str(uid), generation=generation, reason=why)
@@ -318,7 +335,6 @@ class Adoption:
             lost = min(lost, (_BEYOND + of_no_use) * self._checkpoint_updates)
         self._tries.pop(uid, None)
         self._watch.forget(uid)
-        self._checkpoints.began(uid, generation, version)
         self.adopted += 1
         self.updates_lost += lost
         facts: dict[str, Any] = {"generation": generation, "version": version, "updates_lost": lost}

@@ -18,7 +18,7 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
-from peerd.core.messages.experts import HolderOffer, Name, Pointer, state_root
+from peerd.core.messages.experts import Former, HolderOffer, Name, Pointer, state_root
 from peerd.machine.experts.custody import HolderRoom, choose_holders
 from peerd.role import RoleContext
 from peerd.service.experts.vault import Vault
@@ -28,6 +28,7 @@ _AT_ONCE: Final = 2  # snapshots in memory
 _TICK_S: Final = 1.0  # between two looks at what is due, at most
 _AGAIN_S: Final = 5.0  # before holders are looked for again; then twice as long, ...
 _LONGEST_S: Final = 60.0
+_ANSWER_S: Final = 2.0  # for a holder to show that it is there: one that was lost would hold up all other checkpoints
 
 
 class SnapshotModel(Protocol):
@@ -80,6 +81,7 @@ class _Safe:
     generation: int
     version: int  # in a checkpoint
     began: int  # version at which the generation began
+    former: Former | None = None  # the checkpoint from which the generation went on
     pointer: Pointer | None = None
     holders: set[PeerId] = field(default_factory=set)
     unsaved_since: float | None = None
@@ -126,9 +128,12 @@ class ExpertCheckpoints:
         """Write what has no checkpoint yet, before the experts are given up."""
         await self._each([uid for uid, safe in self._known().items() if self._is_unsaved(uid, safe)], self._save)
 
-    def began(self, uid: Uid, generation: int, version: int) -> None:
-        """Take note that we adopted an expert in this state: a checkpoint of the new generation is due at once."""
-        self._safe[uid] = _Safe(generation - 1, version, version)
+    def began(self, uid: Uid, generation: int, version: int, former: Former | None) -> None:
+        """Note that this peer hosts an expert in this state from now on: a checkpoint of the new generation is due at
+        once. `former`: the checkpoint that it goes on from.
+        """
+        self._safe[uid] = _Safe(generation - 1, version, version, former)
+        self._vault.directory.lineages.took(trio.current_time(), uid, generation, former)
 
     def kept_version(self, uid: Uid) -> int:
         """Updates of an expert that a checkpoint has, here or with others."""
@@ -163,7 +168,7 @@ class ExpertCheckpoints:
         """What is safe of an expert that we see for the first time: it came from our own disk, or is new."""
         pointer = self._vault.own(uid)
         if pointer is not None and pointer.generation == hosted.generation:
-            return _Safe(pointer.generation, pointer.version, pointer.began, pointer)
+            return _Safe(pointer.generation, pointer.version, pointer.began, pointer.former, pointer)
         began = hosted.model.version
         return _Safe(0 if hosted.generation == 0 else hosted.generation - 1, 0, began)
 
@@ -237,8 +242,12 @@ class ExpertCheckpoints:
         )
         self._count(uid, safe)
 
-    async def snapshot(self, uid: Uid, hosted: HostedState) -> tuple[Pointer, Sequence[bytes], bytes]:
-        """An expert as it is now, with its signed pointer and the digests of its pieces."""
+    async def snapshot(
+        self, uid: Uid, hosted: HostedState, heir: PeerId | None = None
+    ) -> tuple[Pointer, Sequence[bytes], bytes]:
+        """An expert as it is now, with its signed pointer and the digests of its pieces. `heir`: the host that owns the
+        expert in the next generation, if it takes it.
+        """
         generation, model, safe = hosted.generation, hosted.model, self._safe.get(uid)
 
         def taken() -> tuple[int, bytes]:
@@ -255,6 +264,8 @@ class ExpertCheckpoints:
             size_bytes=len(data),
             owner=self._ctx.host.id.public_key,
             began=safe.began if safe is not None else 0,
+            former=safe.former if safe is not None else None,
+            heir=heir.public_key if heir is not None else b"",
         )
         return pointer.signed(self._signer), digests, data
 
@@ -280,7 +291,7 @@ class ExpertCheckpoints:
         for peer in self._candidates(pointer):
             if len(found) >= lacking:
                 break
-            if peer in holders:
+            if peer in holders or not await self._vault.answers(peer, _ANSWER_S):
                 continue
             try:
                 await self._vault.hand(pointer, peer)

@@ -1,10 +1,10 @@
 """The host of experts: chooses which ones this peer serves, announces them, and gives them up to a higher claim.
 
-Life of a host: it takes back what it owned before, as far as nobody has a higher claim; then it takes free experts in
-its own order, a part of its room at a time, so that hosts that come together share what is free; it says every
-`announce_s` what it has, and reads what others say of the same experts. Of two hosts of one expert the one with the
-lower (generation, peer id) stops serving it and says how many updates are dropped with that: `keepers`, which look at
-claims anyway, see to it. Experts that have a checkpoint somewhere are never begun anew: `keepers` bring them back.
+Life of a host: it takes back what it owned before, as far as nobody else owns it; then it takes free experts in its
+own order, a part of its room at a time, so that hosts that come together share what is free; it says every `announce_s`
+what it has. Of two hosts of one expert the one that does not own it by its lineage (`machine.owners.lineage`) stops
+serving it and says how many updates are dropped with that: `keepers`, which look at claims anyway, see to it. Experts
+that have a checkpoint somewhere are never begun anew: `keepers` bring them back.
 
 What it does not do: serve calls (`service/experts/expert_server`), and keep checkpoints. A hostile host may claim
 anything; in a run with tokens the directory believes only hosts that may serve experts.
@@ -32,9 +32,7 @@ from peerd.machine.experts.claims import (
     candidates,
     capacity,
     last_prefixes,
-    outbid,
     to_take,
-    winners,
 )
 from peerd.machine.experts.sharing import HostShare
 from peerd.role import RoleContext
@@ -107,6 +105,10 @@ class Keeper(Protocol):
 
     async def recall(self) -> Mapping[Uid, int]:
         """The generations of this host's own experts whose newest checkpoint is on its own disk. Called first."""
+        ...
+
+    async def others(self, mine: Mapping[Uid, int]) -> Mapping[Uid, ExpertClaim]:
+        """Claims of other hosts that own these by now. `mine`: generations in which this host owned them."""
         ...
 
     async def state(self, uid: Uid) -> bytes:
@@ -295,11 +297,10 @@ class ExpertHost:
         return model
 
     async def _recall(self) -> None:
-        """Go on with this host's own experts, as far as nobody else has a higher claim to them by now."""
+        """Go on with this host's own experts, as far as nobody else owns them by now."""
         for keeper in self.keepers:
             mine = await keeper.recall()
-            seen = self._winners(await self._board.read(last_prefixes(mine)))
-            lost = outbid(mine, self._me, seen)
+            lost = await keeper.others(mine)
             for uid, generation in sorted(mine.items()):
                 if uid in lost:
                     other = lost[uid]
@@ -322,14 +323,14 @@ class ExpertHost:
         if share <= 0:
             return 0
         looked_at = candidates(self.grid, self._ctx.clock.rng("experts"), self.capacity)
-        seen = self._winners(await self._board.below(last_prefixes(looked_at)))
+        seen = self._claimed(await self._board.below(last_prefixes(looked_at)))
         free = to_take(looked_at, {*seen, *self.experts, *taking}, len(looked_at))
         for keeper in self.keepers:
             orphans = set(await keeper.orphans(free))
             free = [uid for uid in free if uid not in orphans]
         # What was told may be a period old, in which others that came with us took theirs.
         chosen = free[:share]
-        seen = self._winners(await self._board.read(last_prefixes(chosen)))
+        seen = self._claimed(await self._board.read(last_prefixes(chosen)))
         return sum([await self._begin(uid) for uid in chosen if uid not in seen])
 
     async def _begin(self, uid: Uid) -> bool:
@@ -386,10 +387,6 @@ class ExpertHost:
             self.tally.look(self._ctx.clock.now(), self.server.stats)
 
     @staticmethod
-    def _winners(told: Told) -> dict[Uid, ExpertClaim]:
-        return winners(
-            (prefix.below(coordinate), ExpertClaim(claim.generation, claim.host.text))
-            for prefix, below in told.items()
-            for coordinate, claims in below.items()
-            for claim in claims
-        )
+    def _claimed(told: Told) -> set[Uid]:
+        """The experts that somebody claims."""
+        return {prefix.below(coordinate) for prefix, below in told.items() for coordinate in below}

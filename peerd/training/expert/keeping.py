@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Final
 
 import trio
@@ -10,7 +10,7 @@ import trio
 from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.experts.grid import Uid
 from peerd.core.limits import EXPERT_STATE_BYTES
-from peerd.machine.experts.claims import last_prefixes
+from peerd.machine.experts.claims import ExpertClaim, last_prefixes
 from peerd.role import RoleContext
 from peerd.service.experts.kept_directory import CustodyView
 from peerd.service.experts.vault import Vault
@@ -48,6 +48,15 @@ class VaultKeeper:
                 mine[uid] = own.generation
         kept = await self._kept(mine)
         return {uid: generation for uid, generation in mine.items() if kept.get(uid, -1) <= generation}
+
+    async def others(self, mine: Mapping[Uid, int]) -> Mapping[Uid, ExpertClaim]:
+        """Claims of other hosts that own these by now, as far as the directory can be read."""
+        me, found = self._ctx.host.id, dict[Uid, ExpertClaim]()
+        async for view in self._views(mine):
+            for uid, claim in view.claims.items():
+                if uid in mine and claim.peer != me:
+                    found[uid] = ExpertClaim(claim.generation, claim.peer.text)
+        return found
 
     async def state(self, uid: Uid) -> bytes:
         """The newest checkpoint of our own."""
@@ -87,12 +96,18 @@ class VaultKeeper:
 
     async def _kept(self, uids: Collection[Uid]) -> dict[Uid, int]:
         """The newest generation of which somebody holds a checkpoint, as far as the directory can be read."""
-        prefixes, found = last_prefixes(uids), dict[Uid, int]()
-        for at in range(0, len(prefixes), _PREFIXES_AT_ONCE):
-            try:
-                view: CustodyView = await self.vault.directory.look(prefixes[at : at + _PREFIXES_AT_ONCE])
-            except RemoteError as error:
-                self._ctx.log.event("dht.read_failed", level="debug", reason=str(error))
-                break
+        found = dict[Uid, int]()
+        async for view in self._views(uids):
             found |= {uid: copies[0].pointer.generation for uid, copies in view.kept.items() if copies}
         return found
+
+    async def _views(self, uids: Collection[Uid]) -> AsyncIterator[CustodyView]:
+        """What the directory shows of these, as far as it can be read."""
+        prefixes = last_prefixes(uids)
+        for at in range(0, len(prefixes), _PREFIXES_AT_ONCE):
+            try:
+                view = await self.vault.directory.look(prefixes[at : at + _PREFIXES_AT_ONCE])
+            except RemoteError as error:
+                self._ctx.log.event("dht.read_failed", level="debug", reason=str(error))
+                return
+            yield view

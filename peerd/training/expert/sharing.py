@@ -167,7 +167,7 @@ class ExpertSharing:
         hosted, mine = self._host.experts.get(uid), self._host.share()
         if hosted is None:
             raise Refused(f"expert {uid} went meanwhile")
-        pointer, digests, data = await self._checkpoints.snapshot(uid, hosted)
+        pointer, digests, data = await self._checkpoints.snapshot(uid, hosted, taker)
         body = TakeOver(pointer, mine.hosted, mine.sample_s, self._leaves)
         with self._vault.lent(pointer, digests, data):
             timeout_s = _deadline_s(pointer)
@@ -177,6 +177,7 @@ class ExpertSharing:
             raise ProtocolViolation(f"took expert {uid}, and does not announce it", taker)
         if self._host.experts.get(uid) is hosted:
             await self._host.drop(uid, f"peer {taker.short} owns it in generation {generation}")
+            self._vault.directory.lineages.gave(trio.current_time(), uid, generation, taker)
         return generation
 
     async def _is_claimed(self, uid: Uid, peer: PeerId, generation: int) -> bool:
@@ -184,8 +185,8 @@ class ExpertSharing:
         for look in range(_LOOKS):
             if look:
                 await trio.sleep(_LOOK_S)
-            claim = (await self._vault.directory.look([uid.prefix])).claims.get(uid)
-            if claim is not None and (claim.peer, claim.generation) == (peer, generation):
+            told = (await self._vault.directory.look([uid.prefix])).told.get(uid, ())
+            if (peer, generation) in [(claim.peer, claim.generation) for claim in told]:
                 return True
         return False
 
@@ -194,7 +195,7 @@ class ExpertSharing:
     async def _take(self, call: Incoming[TakeOver]) -> Answer[TakenOver]:
         pointer, peer = call.body.pointer, call.peer
         uid = pointer.expert.uid
-        why = self._vault.fault(pointer, peer) or self._objection(call.body, peer)
+        why = self._vault.fault(pointer, peer) or self._objection(call.body)
         if why is not None:
             raise Refused(why)
         if len(self._vault.taking) >= EXPERT_TAKING:
@@ -209,7 +210,7 @@ class ExpertSharing:
         finally:
             self._vault.taking.remove(uid)
 
-    def _objection(self, body: TakeOver, peer: PeerId) -> str | None:
+    def _objection(self, body: TakeOver) -> str | None:
         """Why we do not take an expert of another host."""
         pointer, mine = body.pointer, self._host.share()
         if pointer.expert.uid in self._host.experts or pointer.expert.uid in self._vault.taking:
@@ -228,6 +229,8 @@ class ExpertSharing:
             claim = (await self._vault.directory.look([uid.prefix])).claims.get(uid)
             if claim is None or (claim.peer, claim.generation) != (peer, pointer.generation):
                 raise Refused(f"the directory does not say that you own expert {uid} in this generation")
+            if pointer.heir != self._me.public_key:
+                raise Refused("your checkpoint does not say that this peer owns the expert next")
             return await self._vault.fetch(pointer, [peer])
         raise TooSlow(f"the state of expert {uid} did not come in time")
 
@@ -235,7 +238,7 @@ class ExpertSharing:
         """Host and announce an expert that came; its generation here."""
         generation = min(pointer.generation + 1, _LAST_GENERATION)
         await self._host.adopt(uid, generation, data)
-        self._checkpoints.began(uid, generation, pointer.version)
+        self._checkpoints.began(uid, generation, pointer.version, pointer.as_former())
         await self._host.tell(uid)
         self.received += 1
         return generation

@@ -64,6 +64,40 @@ def test_a_pointer_that_was_changed_or_is_anothers_counts_nothing() -> None:
         assert not msgspec.structs.replace(pointer(), **changed).is_signed(), changed
 
 
+def handed(**changed: object) -> Pointer:
+    """A pointer of OTHER, to which OWNER handed the expert, as it did to OWNER before."""
+    first = msgspec.structs.replace(pointer(0, 7, OTHER), heir=OWNER.peer_id.public_key).signed(OTHER)
+    second = msgspec.structs.replace(
+        pointer(1, 9), began=7, former=first.as_former(), heir=OTHER.peer_id.public_key
+    ).signed(OWNER)
+    facts = {"began": 9, "former": second.as_former()} | changed
+    return msgspec.structs.replace(pointer(2, 12, OTHER), **facts).signed(OTHER)
+
+
+def test_a_pointer_proves_from_which_checkpoint_its_owner_went_on() -> None:
+    told = decode(Keep, encode(Keep(handed()))).pointer
+    assert told.is_signed()
+    assert told.continues()
+    assert told.former is not None
+    assert told.former.peer == OWNER.peer_id
+    for changed in ({"version": 8}, {"digest": bytes([1]) * 32}, {"heir": b""}, {"origin": b""}, {"generation": 0}):
+        forged = handed(former=msgspec.structs.replace(told.former, **changed))
+        assert not forged.is_signed(), changed  # though OTHER signed what it made up
+
+
+def test_a_generation_goes_on_from_no_other_state_than_the_one_that_was_signed() -> None:
+    assert handed(version=9).continues()
+    assert handed(version=0, began=0).continues()  # anew, where no checkpoint could be had
+    for changed in (
+        {"version": 9, "digest": bytes([1]) * 32},
+        {"began": 10},
+        {"version": 8},
+        {"generation": 1},
+        {"former": None},
+    ):
+        assert not handed(**changed).continues(), changed
+
+
 def test_the_newest_checkpoint_has_the_highest_rank() -> None:
     order = [pointer(0, 9), pointer(1, 3), pointer(1, 4), pointer(2, 0)]
     mixed = [order[2], order[0], order[3], order[1]]
@@ -89,6 +123,7 @@ MESSAGES: dict[str, list[Message]] = {
     "vault_v1.bin": [
         Keep(pointer(2, 40)),
         Keep(msgspec.structs.replace(pointer(2, 40), began=33).signed(OWNER)),
+        Keep(handed()),
         Kept(held=True),
         PieceWanted(bytes(range(32)), -1),
         PieceWanted(bytes(range(32)), 8191),

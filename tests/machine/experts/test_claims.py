@@ -1,4 +1,4 @@
-"""Everyone sees the same owner of an expert, whatever the order in which claims come, and hosts take free ones only."""
+"""What hosts announce, and that they take free experts only."""
 
 from __future__ import annotations
 
@@ -9,49 +9,16 @@ from hypothesis import strategies as st
 
 from peerd.core.experts.grid import Grid, Uid, coordinates_in
 from peerd.machine.experts.claims import (
-    ExpertClaim,
     HostWords,
     announcements,
     candidates,
     capacity,
     in_own_order,
     last_prefixes,
-    outbid,
     to_take,
-    winners,
 )
 
-X, Y = Uid(0, (1, 2)), Uid(0, (1, 3))
-claims_strategy = st.lists(
-    st.tuples(st.sampled_from([X, Y]), st.builds(ExpertClaim, st.integers(0, 3), st.sampled_from("abcd"))), max_size=12
-)
 grids = st.builds(Grid, st.integers(1, 4), st.lists(st.integers(2, 9), min_size=1, max_size=3).map(tuple))
-
-
-def test_the_highest_generation_wins_and_then_the_highest_peer() -> None:
-    told = [(X, ExpertClaim(0, "z")), (X, ExpertClaim(1, "a")), (X, ExpertClaim(1, "b")), (Y, ExpertClaim(0, "a"))]
-    assert winners(told) == {X: ExpertClaim(1, "b"), Y: ExpertClaim(0, "a")}
-
-
-@given(claims_strategy, st.randoms(use_true_random=False))
-def test_the_order_in_which_claims_come_decides_nothing(
-    told: list[tuple[Uid, ExpertClaim]], rng: random.Random
-) -> None:
-    shuffled = list(told)
-    rng.shuffle(shuffled)
-    assert winners(shuffled) == winners(told)
-
-
-@given(st.dictionaries(st.sampled_from("abcd"), st.integers(0, 2), min_size=1))
-def test_of_all_hosts_of_one_expert_exactly_one_keeps_it(generations: dict[str, int]) -> None:
-    seen = winners((X, ExpertClaim(generation, peer)) for peer, generation in generations.items())
-    keep = [peer for peer, generation in generations.items() if not outbid({X: generation}, peer, seen)]
-    assert keep == [seen[X].peer]
-
-
-def test_a_host_keeps_what_its_own_old_announcement_names() -> None:
-    assert outbid({X: 0}, "a", {X: ExpertClaim(5, "a")}) == {}
-    assert outbid({X: 1}, "a", {X: ExpertClaim(1, "b"), Y: ExpertClaim(9, "b")}) == {X: ExpertClaim(1, "b")}
 
 
 @given(grids, st.integers(0, 1000))

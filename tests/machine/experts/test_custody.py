@@ -86,7 +86,7 @@ def test_adopters_come_one_after_the_other_and_three_of_them_within_two_periods(
     since = 12.5  # when the last look before saw the claim as late as it could be
 
     def first_moment(p: PeerId) -> float:
-        others = [q for q in order if q != p]
+        others = {q: f"place of {q}" for q in order if q != p}
         return next(t / 4 for t in range(200) if watch.may_adopt(t / 4, UID, since, p, others))
 
     moments = [first_moment(p) for p in order]

@@ -374,6 +374,24 @@ async def test_backbones_alone_keep_what_an_expert_learned(autojump_clock: MockC
         assert late.adoption.began_anew == 0
 
 
+async def test_no_look_waits_for_a_host_that_is_lost_while_others_follow_it(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with expert_swarm(tmp_path, ONE_PREFIX) as swarm:
+        _, others = await started(swarm, A, B, C, adopters=2)
+        lost_at, directory, took_s = lose(swarm, "mortal"), swarm.peers["backbone0"].vault.directory, list[float]()
+        both = list[int]()  # claims of A that the looks showed
+        while trio.current_time() < lost_at + 3 * ANNOUNCE_S:
+            began = trio.current_time()
+            view = await directory.look([A.prefix])
+            took_s.append(trio.current_time() - began)
+            both.append(len(view.told.get(A, ())))
+            await trio.sleep(ANNOUNCE_S / 40)
+        assert max(both) == 2  # the lost host's stands there while the next one's does
+        assert len(owners(others)) == 1
+        assert max(took_s) < ANNOUNCE_S / 16
+
+
 async def test_when_all_holders_are_gone_an_expert_begins_anew_and_the_log_says_so(
     autojump_clock: MockClock, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.experts import Announced, Forward, Name, Output
 from peerd.core.run.runfile import LimitsSection, RunFile, fingerprint
 from peerd.log import EventLog
-from peerd.machine.experts.claims import last_prefixes, outbid
+from peerd.machine.experts.claims import ExpertClaim, last_prefixes
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Rpc
 from peerd.training.expert.host import ExpertHost, Told
@@ -140,7 +140,9 @@ class Scene:
             worker=lambda device: worker,
         )
         host = ExpertHost(ctx, View(self.board, fake.id), FakeExpert, lambda: fits)
-        host.keepers.append(keeper or FakeKeeper())
+        keeper = keeper or FakeKeeper()
+        keeper.host = host
+        host.keepers.append(keeper)
         scope = trio.CancelScope()
 
         async def serve(*, task_status: trio.TaskStatus[None]) -> None:
@@ -168,12 +170,23 @@ class Recalled:
 
 @dataclass
 class FakeKeeper:
-    """Checkpoints from before, and orphans."""
+    """Checkpoints from before, and orphans. The higher generation owns an expert here, then the higher peer id."""
 
     before: Mapping[Uid, Recalled] = field(default_factory=dict)
     kept: Collection[Uid] = ()
     about_to: Collection[Uid] = ()
     left: list[set[Uid]] = field(default_factory=list)
+    host: ExpertHost | None = None
+
+    async def others(self, mine: Mapping[Uid, int]) -> Mapping[Uid, ExpertClaim]:
+        assert self.host is not None
+        told, found = await self.host._board.read(last_prefixes(mine)), dict[Uid, ExpertClaim]()
+        for uid, generation in mine.items():
+            claims = told[uid.prefix].get(uid.at[-1], ())
+            highest = max(((claim.generation, claim.host.text) for claim in claims), default=(-1, ""))
+            if highest > (generation, self.host._me):
+                found[uid] = ExpertClaim(*highest)
+        return found
 
     async def recall(self) -> Mapping[Uid, int]:
         return {uid: recalled.generation for uid, recalled in self.before.items()}
@@ -192,8 +205,7 @@ class FakeKeeper:
         while True:
             await trio.sleep(PERIOD_S / 2)
             mine = {uid: hosted.generation for uid, hosted in host.experts.items()}
-            seen = host._winners(await host._board.read(last_prefixes(mine)))
-            for uid in outbid(mine, host._me, seen):
+            for uid in await self.others(mine):
                 await host.drop(uid, "another has a higher claim")
 
     async def hand_over(self, host: ExpertHost) -> None:

@@ -22,6 +22,7 @@ from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import VaultDisk, digests_of
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.sim.clock import SimClock, run_virtual
+from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimNet
 from peerd.training.expert.adoption import Adoption
 from peerd.training.expert.checkpoints import ExpertCheckpoints
@@ -91,7 +92,7 @@ class MadeUpHost:
         self.log = EventLog(peer.stack.clock)
         self._telling = trio.Lock()
         stack = peer.stack
-        ctx = RoleContext(
+        self.ctx = ctx = RoleContext(
             run=swarm.run,
             host=stack.host,
             rpc=stack.rpc,
@@ -174,18 +175,23 @@ class ExpertSwarm:
     net: SimNet
     nursery: trio.Nursery
     peers: dict[str, ExpertPeer] = field(default_factory=dict)
+    ports: dict[str, tuple[str, int]] = field(default_factory=dict)  # of each peer, with the name of its machine
 
-    def make(self, name: str, most_bytes: int = 64 * MIB, **line: Any) -> ExpertPeer:
-        stack = peer_stack(keypair(name), SimClock(1, name), [transport(self.net, name, **line)])
+    def make(self, name: str, most_bytes: int = 64 * MIB, at: str = "", **line: Any) -> ExpertPeer:
+        """A peer on a machine of its own, or on the one of peer `at`."""
+        carries = MemoryTransport(self.net, self.net.nodes[at]) if at else transport(self.net, name, **line)
+        stack = peer_stack(keypair(name), SimClock(1, name), [carries])
         folder = self.root / name
         vault = Vault(self.run, stack, VaultDisk(folder), InlineWorker(), most_bytes)
         peer = self.peers[name] = ExpertPeer(name, stack, vault, folder)
+        self.ports[name] = (at or name, 4001 + len(self.ports))
         return peer
 
     async def begin(self, peer: ExpertPeer) -> ExpertPeer:
         first = next(iter(self.peers.values()))
         bootstrap = [] if first is peer else first.stack.host.addrs()
-        await self.nursery.start(peer.run, addr_of(self.net, peer.name), bootstrap)
+        machine, port = self.ports[peer.name]
+        await self.nursery.start(peer.run, addr_of(self.net, machine, port), bootstrap)
         for other in self.peers.values():  # as records tell them
             for one, of in ((peer, other), (other, peer)):
                 one.stack.host.learn(of.id, of.stack.host.addrs())

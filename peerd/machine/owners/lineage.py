@@ -1,0 +1,281 @@
+"""Lineage of experts, sans-IO: which host owns each expert, and which checkpoints its owners made.
+
+Anybody can make an identity, announce an expert in any generation and sign a checkpoint of it. So an owner counts only
+as a link of a chain. A peer that knows the owner of an expert follows
+
+* the host to which that owner handed it, by its signature (`Pointer.heir`);
+* once the owner's claim is gone, or was not renewed for longer than a period: a host that claims the next generation,
+  and whose checkpoint goes on from one that a known owner signed (`Former`). Its claim comes before its checkpoint, so
+  others wait for it, for a while (`turns`). If no checkpoint of a known owner is left anywhere, no link is needed. A
+  host that made its claim while the owner still renewed its own is passed over, unless holders vouch for it;
+* after a partition: of two owners the one for which more networks vouch by holding its checkpoints. One that goes on
+  from the other needs no more of them than the other has besides (`OwnerTree.beats`). Where the two hosts do not see
+  the same networks, an order settles which of them yields (`rivals`), and the others follow the one that is left.
+
+A peer that knows no owner, because it came just now or has seen none for long, believes the networks: honest holders
+keep no checkpoint from outside the lineage that they know. A holder has a voice only if this peer has a connection to
+it; all holders in one network (in a private network: at one address) have one voice, and none for a host beside them.
+
+A hostile peer with connections from as many networks as hold copies of an expert deceives a newcomer, or outvotes an
+owner. A stranger may also adopt an orphan in its turn, as every host may, and is its owner then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.experts.grid import Uid
+from peerd.core.ids import PeerId
+from peerd.core.limits import EXPERTS_SEEN, LINKS
+from peerd.core.messages.experts import Former, Pointer
+from peerd.machine.experts.custody import SeenClaim
+from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy, OwnerTree, Seat
+from peerd.machine.owners.rivals import RivalWatch
+from peerd.machine.owners.turns import AdopterTurns
+
+_RENEWED: Final = 1.1  # periods that a claim lives without its host having renewed it, as in `custody`
+_UNCLAIMED: Final = 0.5  # periods that an owner without a claim is still the owner
+_REMEMBERED: Final = 8.0  # periods without an owner, after which the networks are believed instead
+_UNSAVED: Final = 2  # owners in a row that may have gone before they made a checkpoint
+_TRAIL: Final = 8  # earlier owners that are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class SettledOwner:
+    """Who owns an expert, as far as this peer can tell."""
+
+    claim: SeenClaim | None = None  # of the owner, if it makes one
+    kept: Sequence[KeptCopy] = ()  # checkpoints of the owner and of those before it, the newest first
+    waits: bool = False  # another host may be about to be the owner
+
+
+@dataclass(slots=True)
+class _Known:
+    """The owner of an expert, as this peer knows it."""
+
+    reign: ExpertReign
+    until: float | None  # expiry of its claim, as last seen; None: it had none
+    since: float  # when `until` was first seen
+    trail: tuple[ExpertReign, ...] = ()  # owners before it, the latest first
+    given: bool = False  # the owner before handed it over
+    linked: bool = True  # its checkpoints name the owner before: all peers see that it went on from there
+    rivals: RivalWatch | None = None  # of this peer, while it hosts the expert
+    instead_of: ExpertReign | None = None  # in which this peer hosts the expert until it has given it up
+    renewed_at: float = float("-inf")  # when the claim was last seen to be renewed
+    stale: dict[ExpertReign, float] | None = (
+        None  # claims of others when it began, and their expiry; None: not seen yet
+    )
+
+
+class ExpertLineages:
+    """Owners of experts, as this peer knows them. `seat`: the network of a peer."""
+
+    def __init__(self, announce_s: float, own: PeerId, seat: Seat) -> None:
+        self.hosted: Callable[[Uid], int | None] = lambda _: None  # generation of an expert that this peer hosts
+        self.turns = AdopterTurns(announce_s)
+        self._announce_s, self._own, self._seat = announce_s, own, seat
+        self._known = BoundedDict[Uid, _Known](EXPERTS_SEEN)
+        self._first_seen = BoundedDict[tuple[Uid, ExpertReign], float](LINKS)  # claims
+
+    def owner(self, uid: Uid) -> ExpertReign | None:
+        """The last owner of an expert that is known, living or not."""
+        known = self._known.get(uid)
+        return known.reign if known is not None else None
+
+    def found(self, pointer: Pointer) -> None:
+        """Note a checkpoint that this peer held before it was started: of an owner that may be gone by now."""
+        uid, reign = pointer.expert.uid, ExpertReign(pointer.generation, pointer.peer)
+        if uid not in self._known or self._known[uid].reign < reign:
+            trail = (ExpertReign(pointer.former.generation, pointer.former.peer),) if pointer.former is not None else ()
+            self._known[uid] = _Known(reign, None, float("-inf"), trail)
+
+    def followed(self, now: float, uid: Uid, reign: ExpertReign) -> None:
+        """Note a host that was the only one for long: it is the owner if this peer knows none, or lost sight of it."""
+        known = self._known.get(uid)
+        if known is None or now > known.since + _REMEMBERED * self._announce_s:
+            self._known[uid] = _Known(reign, None, now)
+
+    def took(self, now: float, uid: Uid, generation: int, former: Former | None) -> None:
+        """Note that this peer hosts an expert from now on, with the checkpoint from which it went on."""
+        known, trail = self._known.get(uid), list[ExpertReign]()
+        if former is not None:
+            trail = [ExpertReign(former.generation, former.peer)]
+        if known is not None:
+            trail += [r for r in (known.reign, *known.trail) if r not in trail]
+        given, linked = former is not None and former.heir == self._own.public_key, former is not None
+        mine = ExpertReign(generation, self._own)
+        rivals = RivalWatch(mine, tuple(trail[:_TRAIL]), linked, former is None, now)
+        self._known[uid] = _Known(mine, None, now, tuple(trail[:_TRAIL]), given, linked, rivals)
+        self.turns.settled(uid)
+
+    def gave(self, now: float, uid: Uid, generation: int, heir: PeerId) -> None:
+        """Note to whom this peer handed an expert over: it knows so before the heir's checkpoints show it."""
+        known = self._known.get(uid)
+        trail = (known.reign, *known.trail)[:_TRAIL] if known is not None else ()
+        self._known[uid] = _Known(ExpertReign(generation, heir), None, now, trail, given=True, linked=bool(trail))
+
+    def lost(self, now: float, uid: Uid) -> None:
+        """Note that the owner of an expert does not answer: another host may have followed it."""
+        if uid in self._known:
+            self._known[uid].since = min(self._known[uid].since, now - 2 * self._announce_s)
+
+    def is_open(self, now: float, uid: Uid, claims: Sequence[SeenClaim], copies: Sequence[KeptCopy]) -> bool:
+        """True if the owner of an expert cannot be told without the networks of holders."""
+        known, tree, generation = self._known.get(uid), OwnerTree.of(claims, ()), self.hosted(uid)
+        if generation is not None:
+            rivals = [*tree.claims]
+            if known is not None and known.reign == ExpertReign(generation, self._own):
+                rivals = self._renewed(known, tree)
+            return any(reign.owner != self._own for reign in rivals)
+        if known is None or not self._lives(now, known, tree):
+            return len({claim.peer for claim in claims} | {copy.pointer.peer for copy in copies}) > 1
+        return any(reign in known.trail for reign in self._renewed(known, tree))
+
+    def gone(self, now: float, uid: Uid, claims: Sequence[SeenClaim]) -> PeerId | None:
+        """The last known owner of an expert, if another host may have followed it."""
+        known = self._known.get(uid)
+        if known is None or self._lives(now, known, OwnerTree.of(claims, ())):
+            return None
+        return known.reign.owner
+
+    def settle(self, now: float, uid: Uid, claims: Sequence[SeenClaim], copies: Sequence[KeptCopy]) -> SettledOwner:
+        """The owner of an expert, by what the directory shows of it now. `copies`: the newest first."""
+        tree, generation, known = OwnerTree.of(claims, copies), self.hosted(uid), self._known.get(uid)
+        for reign in tree.claims:
+            self._first_seen.setdefault((uid, reign), now)
+        if known is not None and known.trail and known.linked:
+            tree.link(known.trail[0], known.reign, given=known.given)
+        waits = False
+        if generation is not None:
+            self._be_host(now, uid, ExpertReign(generation, self._own), tree)
+        else:
+            size = copies[0].pointer.size_bytes if copies else 0
+            waits = self._follow(now, uid, tree, size)
+        known = self._known.get(uid)
+        if known is None:
+            return SettledOwner()
+        line = {known.reign, *known.trail, *tree.before(known.reign)}
+        kept = [copy for copy in copies if copy.reign in line]
+        return SettledOwner(tree.claims.get(known.reign), kept, waits)
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _become(self, now: float, uid: Uid, reign: ExpertReign, tree: OwnerTree) -> None:
+        """Know an owner from now on."""
+        known, trail = self._known.get(uid), list(tree.before(reign))
+        linked = bool(trail)
+        if known is not None:
+            trail += [r for r in (known.reign, *known.trail) if r < reign and r not in trail]
+        claim = tree.claims.get(reign)
+        stale = {r: other.until for r, other in tree.claims.items() if r != reign}
+        until = claim.until if claim is not None else None
+        self._known[uid] = _Known(reign, until, now, tuple(trail[:_TRAIL]), linked=linked, stale=stale)
+        if claim is not None:
+            self.turns.settled(uid)
+
+    def _be_host(self, now: float, uid: Uid, mine: ExpertReign, tree: OwnerTree) -> None:
+        """Own an expert that this peer hosts, unless somebody else does by now."""
+        known = self._known.get(uid)
+        if known is not None and known.instead_of == mine and known.reign in tree.claims:
+            return  # it is about to be given up here
+        anew = known is None or known.reign != mine
+        if known is None or anew:
+            self._become(now, uid, mine, tree)
+            known = self._known[uid]
+        rivals = known.rivals
+        if rivals is None:
+            rivals = known.rivals = RivalWatch(mine, known.trail, known.linked and bool(known.trail), anew, now)
+        known.since, renewed = now, self._renewed(known, tree)
+        rivals.see(now, renewed)
+        for rival in sorted(renewed, reverse=True):
+            if rival.owner != self._own and (
+                tree.beats(rival, mine, self._seat, living=True)
+                or rivals.yields_to(now, self._announce_s, rival, tree, self._seat)
+            ):
+                self._become(now, uid, rival, tree)
+                self._known[uid].instead_of = mine
+                return
+
+    def _renewed(self, known: _Known, tree: OwnerTree) -> list[ExpertReign]:
+        """Claims that were made or renewed since the owner came: one that only has not expired yet says nothing."""
+        if known.stale is None:
+            known.stale = {reign: claim.until for reign, claim in tree.claims.items()}
+        return [r for r, claim in tree.claims.items() if claim.until > known.stale.get(r, float("-inf"))]
+
+    def _lives(self, now: float, known: _Known, tree: OwnerTree) -> bool:
+        """Note whether an owner has renewed its claim; False if another host may have followed it."""
+        claim = tree.claims.get(known.reign)
+        until = claim.until if claim is not None else None
+        if until is not None and (known.until is None or until > known.until):
+            known.until, known.since, known.renewed_at = until, now, now
+        elif until is None and known.until is not None:
+            known.until, known.since = None, now
+        return now < known.since + self._announce_s * (_UNCLAIMED if until is None else _RENEWED)
+
+    def _follow(self, now: float, uid: Uid, tree: OwnerTree, size_bytes: int) -> bool:
+        """Follow the owner's successor, if there is one; True if some host may be about to be one."""
+        known = self._known.get(uid)
+        lives = known is not None and self._lives(now, known, tree)
+        if known is None or now > known.since + _REMEMBERED * self._announce_s:
+            best = tree.best(self._seat)
+            if best is not None and (known is None or best != known.reign):
+                self._become(now, uid, best, tree)
+            return False
+        handed = [r for r in tree.claims if (known.reign, r) in tree.handed]
+        back = [r for r in self._renewed(known, tree) if self._comes_back(r, known, tree, lives)]
+        if handed or back:
+            self._become(now, uid, max(handed or back), tree)
+            return False
+        if lives:
+            if known.until is not None:
+                self.turns.settled(uid)
+            return False
+        return self._go_on(now, uid, known, tree, size_bytes)
+
+    def _comes_back(self, reign: ExpertReign, known: _Known, tree: OwnerTree, lives: bool) -> bool:
+        """True if an earlier owner, or the same one in a later generation, is the owner now."""
+        if reign.owner == known.reign.owner and reign > known.reign:
+            return lives
+        return reign in known.trail and (not lives or tree.beats(reign, known.reign, self._seat, living=True))
+
+    def _go_on(self, now: float, uid: Uid, known: _Known, tree: OwnerTree, size_bytes: int) -> bool:
+        """Find the owner after one that is gone; True if it is worth to wait for one."""
+        line = (known.reign, *known.trail)
+        kept = any(tree.holders.get(r) for r in line)
+        others = [r for r in tree.nodes() if r not in line and r.generation >= known.reign.generation]
+        late = [r for r in others if r in tree.claims and not self._is_early(uid, r, known)]
+        linked = [r for r in late if self._is_next(r, line, tree)]
+        vouched = [r for r in others if self._is_vouched(r, known, tree, kept)]
+        following = [r for r in late if r.generation == known.reign.generation + 1]
+        found = linked or vouched or ([] if kept else following)
+        if found:
+            self._become(now, uid, max(found), tree)
+            return False
+        waits = False
+        for reign in following:  # each uses up the turn of its network
+            waits |= self.turns.has_turn(now, uid, reign.owner, self._seat(reign.owner), size_bytes)
+        return waits
+
+    def _is_next(self, reign: ExpertReign, line: Sequence[ExpertReign], tree: OwnerTree) -> bool:
+        """True if an owner went on from a known one, and its generation is about as high as that makes it."""
+        for steps, before in enumerate(tree.before(reign), 1):
+            if before in line:
+                return reign.generation <= max(line).generation + steps + _UNSAVED
+        return False
+
+    def _is_vouched(self, reign: ExpertReign, known: _Known, tree: OwnerTree, kept: bool) -> bool:
+        """True if holders vouch for an owner after a known one, or one beside it in the same generation."""
+        beside = reign.generation == known.reign.generation
+        if not beside and not tree.below(reign, (known.reign, *known.trail)):
+            return False
+        if beside and reign not in tree.claims:
+            return False
+        has_voice = tree.voices(reign, self._seat) > (0, 0) or (beside and not kept)
+        return has_voice and tree.beats(reign, known.reign, self._seat)
+
+    def _is_early(self, uid: Uid, reign: ExpertReign, known: _Known) -> bool:
+        """True if a host claimed an expert while its owner still renewed its own claim."""
+        return self._first_seen.get((uid, reign), float("inf")) < known.renewed_at

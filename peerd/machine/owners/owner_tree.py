@@ -1,0 +1,123 @@
+"""Tree of the owners of one expert, sans-IO: what claims and checkpoints in the directory say of who went on from whom.
+
+Which of two owners counts depends on nothing but what stands in the directory and who can be reached, so that all peers
+come to the same result. Hostile input: claims and checkpoints of any generation, chains that end in themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from peerd.core.ids import PeerId
+from peerd.core.messages.experts import Pointer
+from peerd.machine.experts.custody import SeenClaim
+
+_DEPTH: Final = 16  # owners of a chain that are looked at
+_NODES: Final = 64  # owners of one expert that are compared
+
+Seat = Callable[[PeerId], str | None]  # the network of a peer, None if there is no connection to it
+
+
+class ExpertReign(NamedTuple):
+    """An owner of an expert in one generation."""
+
+    generation: int
+    owner: PeerId
+
+
+@dataclass(slots=True)
+class KeptCopy:
+    """A checkpoint, and those who say that they hold it."""
+
+    pointer: Pointer
+    holders: list[PeerId] = field(default_factory=list)
+
+    @property
+    def reign(self) -> ExpertReign:
+        """The owner that made it."""
+        return ExpertReign(self.pointer.generation, self.pointer.peer)
+
+
+@dataclass(slots=True)
+class OwnerTree:
+    """Claims, checkpoints and the links between their owners."""
+
+    claims: dict[ExpertReign, SeenClaim] = field(default_factory=dict)
+    holders: dict[ExpertReign, set[PeerId]] = field(default_factory=dict)  # of checkpoints
+    handed: set[tuple[ExpertReign, ExpertReign]] = field(default_factory=set)  # by which owner, to which one
+    _former: dict[ExpertReign, ExpertReign] = field(default_factory=dict)  # from which owner one went on
+
+    @classmethod
+    def of(cls, claims: Iterable[SeenClaim], copies: Iterable[KeptCopy]) -> OwnerTree:
+        """The tree of one expert; the pointers of `copies` are signed."""
+        tree = cls()
+        for claim in claims:
+            tree.claims[ExpertReign(claim.generation, claim.peer)] = claim
+        for copy in copies:
+            tree.holders.setdefault(copy.reign, set()).update(copy.holders)
+            former = copy.pointer.former
+            if former is not None and copy.pointer.continues():
+                given = former.heir == copy.pointer.owner
+                tree.link(ExpertReign(former.generation, former.peer), copy.reign, given=given)
+        return tree
+
+    def link(self, former: ExpertReign, later: ExpertReign, *, given: bool) -> None:
+        """Note that one owner went on from another; `given`: which handed the expert over."""
+        self._former.setdefault(later, former)
+        if given:
+            self.handed.add((former, later))
+
+    def nodes(self) -> list[ExpertReign]:
+        """All owners; if there are many, those of whose checkpoints most peers are holders."""
+        every = {*self.claims, *self.holders}
+        return sorted(every, key=lambda reign: (-len(self.holders.get(reign, ())), reign))[:_NODES]
+
+    def before(self, reign: ExpertReign) -> Iterator[ExpertReign]:
+        """The owners from which one went on, the latest first."""
+        for _ in range(_DEPTH):
+            if reign not in self._former:
+                return
+            reign = self._former[reign]
+            yield reign
+
+    def below(self, reign: ExpertReign, others: Iterable[ExpertReign]) -> bool:
+        """True if an owner went on from one of these."""
+        wanted = set(others)
+        return any(each in wanted for each in self.before(reign))
+
+    def voices(self, reign: ExpertReign, seat: Seat, but: frozenset[PeerId] = frozenset()) -> tuple[int, int]:
+        """Numbers of networks, besides its own, and of peers that vouch for an owner; `but`: not these peers."""
+        seats = [seat(peer) for peer in self.holders.get(reign, set()) - but if peer != reign.owner]
+        known = [at for at in seats if at is not None]
+        return len(set(known) - {seat(reign.owner)}), len(known)
+
+    def beats(self, one: ExpertReign, other: ExpertReign, seat: Seat, *, living: bool = False) -> bool:
+        """True if `one` owns the expert rather than `other`. `living`: both say so now, and one that goes on from the
+        other needs at least one voice, for anybody can make such a chain.
+        """
+        if (one, other) in self.handed or (other, one) in self.handed:
+            return (other, one) in self.handed
+        if self.below(one, [other]):
+            both = frozenset(self.holders.get(one, ()))
+            mine = self.voices(one, seat)
+            return mine >= self.voices(other, seat, both) and (not living or mine > (0, 0))
+        if self.below(other, [one]):
+            return not self.beats(other, one, seat, living=living)
+        mine, others = self.voices(one, seat), self.voices(other, seat)
+        return mine > others if mine != others else self.comes_first(one, other)
+
+    def comes_first(self, one: ExpertReign, other: ExpertReign) -> bool:
+        """Order of two owners where no network speaks for either; the same on every peer that knows these links."""
+        if self.below(one, [other]) or self.below(other, [one]):
+            return self.below(other, [one])
+        return (-one.generation, one.owner) > (-other.generation, other.owner)
+
+    def best(self, seat: Seat) -> ExpertReign | None:
+        """The owner that counts where nothing was known before."""
+        found: ExpertReign | None = None
+        for reign in self.nodes():
+            if found is None or self.beats(reign, found, seat):
+                found = reign
+        return found

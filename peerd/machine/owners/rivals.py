@@ -1,0 +1,86 @@
+"""Rivals for an expert, sans-IO: which of two hosts gives it up after a partition.
+
+While two parts of a swarm do not see each other, each may have an owner of the same expert. Afterwards a host yields at
+once if it finds that more networks vouch for the other one (`OwnerTree.beats`). But peers need not see the same
+networks: a relay hides those of the links that it carries. So each of two hosts may find itself ahead, for ever. Then
+an order decides that both compute from signed records and from the owners that they followed: the later one yields
+once the earlier one has renewed its claim beside it for four periods, in which the earlier one would have yielded, had
+it seen more networks on the other side.
+
+* A host yields to an owner that it followed: nobody else can make itself one.
+* Of two that went on from the same owner, the one yields whose checkpoints do not show it; else the one in the higher
+  generation, at last the one with the lower peer id.
+* A host that began an expert anew, without anybody's checkpoint, yields to whoever comes first in generation and peer
+  id, and after twelve periods to the other one, too: that one may have a history, and does not yield then.
+
+A host yields to nobody else, whatever that peer claims and signs. In particular, it does not yield to a peer that says
+that it went on from this host. Nor to one for which no peer vouches that does not hold this host's checkpoints as well,
+while some peer vouches for this host: both hosts see that, and the other one yields. Nor to a rival that shows up only
+when this host has owned the expert for long (`_YOUNG_PERIODS`, `_ANEW_PERIODS`): then the networks alone decide.
+
+A hostile peer that was an owner once, or goes on from an owner's old checkpoint, may thus win from a host that adopted
+the expert not long ago, with another peer of its own that vouches for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from peerd.machine.owners.owner_tree import ExpertReign, OwnerTree, Seat
+
+_PATIENCE_PERIODS: Final = 4.0  # longer than a claim lives that is not renewed
+_LONG_PERIODS: Final = 12.0  # patience with a rival that does not come first
+_YOUNG_PERIODS: Final = 256.0  # the longest partition after which the order decides
+_ANEW_PERIODS: Final = 64.0  # likewise for a host that began anew: it yields to anybody, and soon has much to lose
+
+
+@dataclass(slots=True)
+class RivalWatch:
+    """The rivals of one host for one expert.
+
+    `followed`: owners before it that it knew, the latest first; `linked`: whether its checkpoints name the latest one;
+    `anew`: it began the expert without a checkpoint; `began_at`: when it began to host it.
+    """
+
+    own: ExpertReign
+    followed: tuple[ExpertReign, ...]
+    linked: bool
+    anew: bool
+    began_at: float
+    _since: dict[ExpertReign, float] = field(default_factory=dict)
+
+    def see(self, now: float, rivals: Iterable[ExpertReign]) -> None:
+        """Note the rivals that renew their claims now."""
+        self._since = {rival: self._since.get(rival, now) for rival in rivals if rival.owner != self.own.owner}
+
+    def yields_to(self, now: float, period_s: float, rival: ExpertReign, tree: OwnerTree, seat: Seat) -> bool:
+        """True if this host gives up the expert to a rival that does not have more networks, as far as it can see."""
+        since = self._since.get(rival, float("inf"))
+        owned_periods = (since - self.began_at) / period_s
+        if owned_periods > _YOUNG_PERIODS or not self._is_vouched(rival, tree, seat):
+            return False
+        return now >= since + self._patience_periods(rival, tree, owned_periods) * period_s
+
+    def _patience_periods(self, rival: ExpertReign, tree: OwnerTree, owned_periods: float) -> float:
+        """Periods that both may claim the expert until this host yields; infinity if it does not.
+
+        `owned_periods`: for how long this host had owned the expert when the rival showed up.
+        """
+        line = {*self.followed, *tree.before(self.own)}
+        if rival in line:
+            return _PATIENCE_PERIODS
+        if tree.below(rival, [self.own]):
+            return float("inf")
+        first = tree.comes_first(rival, self.own)
+        if tree.below(rival, line) and (first or not self.linked):
+            return _PATIENCE_PERIODS
+        if self.anew and owned_periods <= _ANEW_PERIODS:
+            return _PATIENCE_PERIODS if first else _LONG_PERIODS
+        return float("inf")
+
+    def _is_vouched(self, rival: ExpertReign, tree: OwnerTree, seat: Seat) -> bool:
+        """True unless peers vouch for this host, and nobody for the rival."""
+        both = frozenset(tree.holders.get(self.own, ())) if tree.below(self.own, [rival]) else frozenset()
+        return tree.voices(rival, seat, both) > (0, 0) or tree.voices(self.own, seat) == (0, 0)
