@@ -41,9 +41,9 @@ def test_a_method_that_is_not_in_the_table_or_another_value_makes_the_page_stale
     text = method_table.page(method_table.PAGE.read_text("utf-8"))
     assert method_table.page(text) == text
     for other in (
-        found | {"new/1/method": found["vault/1/keep"]},
-        found | {"vault/1/keep": replace(found["vault/1/keep"], calls=9)},
-        found | {"vault/1/keep": replace(found["vault/1/keep"], shows=Shows.NOTHING)},
+        found | {"new/1/method": found["vault/2/keep"]},
+        found | {"vault/2/keep": replace(found["vault/2/keep"], calls=9)},
+        found | {"vault/2/keep": replace(found["vault/2/keep"], shows=Shows.NOTHING)},
     ):
         monkeypatch.setattr(method_table, "declared", lambda other=other: other)
         assert method_table.page(text) != text

@@ -268,7 +268,7 @@ class RunServices:
 
     @cached_property
     def calls(self) -> StageCalls:
-        """The dispatch of `stage/4` calls to this peer's posts."""
+        """The dispatch of `stage/5` calls to this peer's posts."""
         return StageCalls(self._rpc, self.run, lambda: self.following.conductor)
 
     @cached_property

@@ -93,12 +93,12 @@ async def c3_a_term(there: Field) -> None:
         async def conducts(_: Incoming[WhoConducts]) -> Answer[Conducts]:
             return Answer(Conducts(_MOST))
 
-        peer.rpc.serve("swarm/4/who", WhoConducts, conducts, declared=ANY)
+        peer.rpc.serve("swarm/5/who", WhoConducts, conducts, declared=ANY)
         await announce(there, peer, 0, 10)
         for term in (_MOST, _MOST - 1, there.rng.randint(2, 10_000), 1 << 40):
-            await tell_all(there, peer, "swarm/4/trainer", wishes(there, term=term), TrainerAnswer)
+            await tell_all(there, peer, "swarm/5/trainer", wishes(there, term=term), TrainerAnswer)
             report = hello(there, 7, 0, _START, term=term)
-            await tell_all(there, peer, "swarm/4/member", report, MemberAnswer)
+            await tell_all(there, peer, "swarm/5/member", report, MemberAnswer)
         await trio.sleep(there.rng.uniform(1, 4))
 
 
@@ -109,7 +109,7 @@ async def c4_a_position(there: Field) -> None:
             stage = there.rng.randrange(there.run.pipeline.stages)
             far = there.rng.choice([FAR, Position(_MOST, b"x" * 16), Position(there.rng.randint(1, 5000), b"near.now")])
             report = hello(there, session, stage, far, saved=[far], prepared=far)
-            await tell_all(there, peer, "swarm/4/member", report, MemberAnswer)
+            await tell_all(there, peer, "swarm/5/member", report, MemberAnswer)
             await announce(there, peer, stage, there.rng.choice([10**9, _MOST]))
             await trio.sleep(0.3)
 
@@ -128,8 +128,8 @@ async def h1_accuses(there: Field) -> None:
         async def move(_: Incoming[Commit]) -> Answer[Moved]:
             return Answer(Moved(at))
 
-        peer.rpc.serve("stage/4/prepare", Prepare, prepare, declared=ANY)
-        peer.rpc.serve("stage/4/commit", Commit, move, declared=ANY)
+        peer.rpc.serve("stage/5/prepare", Prepare, prepare, declared=ANY)
+        peer.rpc.serve("stage/5/commit", Commit, move, declared=ANY)
         addrs = [str(addr) for addr in peer.host.addrs()]
         with trio.move_on_after(there.rng.uniform(6, 12)):
             while True:
@@ -137,7 +137,7 @@ async def h1_accuses(there: Field) -> None:
                     report = hello(there, 3, stage, at, addrs=addrs, since=peer.clock.wall())
                     with trio.move_on_after(2.0):
                         try:
-                            found = await peer.rpc.call(to, "swarm/4/member", report, MemberAnswer, timeout_s=2.0)
+                            found = await peer.rpc.call(to, "swarm/5/member", report, MemberAnswer, timeout_s=2.0)
                             at = found.body.current or at
                         except RemoteError:
                             continue
@@ -153,12 +153,12 @@ async def h1_helper_accuses(there: Field) -> None:
             there.done("h1 helper was asked to sum")
             return Answer(Prepared(False, Mbs(), [*call.body.group, *there_names(there)]))
 
-        peer.rpc.serve("stage/4/prepare", Prepare, prepare, declared=ANY)
+        peer.rpc.serve("stage/5/prepare", Prepare, prepare, declared=ANY)
         line = LineInfo("aux", 1e9, 1e9)
         addrs = [str(addr) for addr in peer.host.addrs()]
         report = hello(there, 5, stage, _START, line=line, addrs=addrs, held=None)
         for _ in range(8):
-            await tell_all(there, peer, "swarm/4/member", report, MemberAnswer)
+            await tell_all(there, peer, "swarm/5/member", report, MemberAnswer)
             await trio.sleep(0.5)
 
 
@@ -171,7 +171,7 @@ async def h1_wishes(there: Field) -> None:
                 for to in there.peers():
                     report = wishes(there, step=step, open=Seqs.of(range(64)))
                     try:
-                        found = await peer.rpc.call(to, "swarm/4/trainer", report, TrainerAnswer, timeout_s=2.0)
+                        found = await peer.rpc.call(to, "swarm/5/trainer", report, TrainerAnswer, timeout_s=2.0)
                     except RemoteError:
                         continue
                     step = found.body.step
@@ -190,7 +190,7 @@ async def h1_credits(there: Field) -> None:
                 report = wishes(there, step=step, open=Seqs.of(range(16)), done=done)
                 for to in there.peers():
                     try:
-                        found = await peer.rpc.call(to, "swarm/4/trainer", report, TrainerAnswer, timeout_s=2.0)
+                        found = await peer.rpc.call(to, "swarm/5/trainer", report, TrainerAnswer, timeout_s=2.0)
                     except RemoteError:
                         continue
                     step, admitted = found.body.step, list(found.body.admitted)
@@ -210,7 +210,7 @@ async def h2_unadmitted_work(there: Field) -> None:
                 for ahead in (0, 1):
                     body = StageBackward(there.fingerprint, stage, step + ahead, there.rng.getrandbits(60))
                     try:
-                        await peer.rpc.call(to, "stage/4/backward", body, StageAnswer, frames=frames, timeout_s=3.0)
+                        await peer.rpc.call(to, "stage/5/backward", body, StageAnswer, frames=frames, timeout_s=3.0)
                         there.done("h2 WAS TAKEN")
                     except RemoteError:
                         there.done("h2 refused")
@@ -257,7 +257,7 @@ async def h8_addresses(there: Field) -> None:
     async def one() -> None:
         async with there.peer() as peer:
             report = hello(there, 1, 0, _START, addrs=[there.rng.choice(lures) for _ in range(16)])
-            await tell_all(there, peer, "swarm/4/member", report, MemberAnswer)
+            await tell_all(there, peer, "swarm/5/member", report, MemberAnswer)
             await announce(there, peer, 0, 5, addrs=16)
             await trio.sleep(2)
 
@@ -296,7 +296,7 @@ async def granted(there: Field, peer: PeerStack) -> tuple[int, Grant | None, Gra
     report = wishes(there, open=Seqs.of(range(64)))
     for to in there.peers():
         try:
-            found = await peer.rpc.call(to, "swarm/4/trainer", report, TrainerAnswer, timeout_s=2.0)
+            found = await peer.rpc.call(to, "swarm/5/trainer", report, TrainerAnswer, timeout_s=2.0)
         except RemoteError:
             continue
         return found.body.step, found.body.grant, found.body.evaluate
@@ -319,7 +319,7 @@ async def f1_many_rows(there: Field) -> None:
                 ):
                     try:
                         frames = [frame] * count
-                        await peer.rpc.call(to, f"stage/4/{verb}", body, StageAnswer, frames=frames, timeout_s=5.0)
+                        await peer.rpc.call(to, f"stage/5/{verb}", body, StageAnswer, frames=frames, timeout_s=5.0)
                         there.done("f1 WAS TAKEN")
                     except RemoteError:
                         there.done("f1 refused")
@@ -342,7 +342,7 @@ async def f1_floods(there: Field) -> None:
                     body = StageForward(there.fingerprint, stage, None, grant=evaluation)
                 while True:
                     try:
-                        await peer.rpc.call(to, "stage/4/forward", body, StageAnswer, frames=frames, timeout_s=5.0)
+                        await peer.rpc.call(to, "stage/5/forward", body, StageAnswer, frames=frames, timeout_s=5.0)
                         there.done("f1 computed")
                     except RemoteError:
                         await trio.sleep(0.1)

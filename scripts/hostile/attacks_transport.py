@@ -22,7 +22,7 @@ from scripts.hostile.field import Field
 from scripts.hostile.session import DATA, FIN, RST, SYN, WINDOW, Session, frame, opening, session
 
 _DHT = "/peerd/dht/3"
-_STAGE = "/peerd/stage/4"
+_STAGE = "/peerd/stage/5"
 
 
 def ping(call_id: int) -> bytes:

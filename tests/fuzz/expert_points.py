@@ -74,20 +74,20 @@ CALLS = [
     BACKWARD,
     Good("expert/1/backward", Backward(MARK, Name.of(B), b"s" * 16, 0, 1, 3), (samples(1), samples(1))),
 ]
-KEEP = Good("vault/1/keep", Keep(_pointer()))
-PIECE = Good("vault/1/get", PieceWanted(_pointer().digest, 0))
+KEEP = Good("vault/2/keep", Keep(_pointer()))
+PIECE = Good("vault/2/get", PieceWanted(_pointer().digest, 0))
 VAULT = [
     KEEP,
-    Good("vault/1/keep", Keep(_pointer(A, 1 << 52, 1 << 52, STATES[1]))),
-    Good("vault/1/keep", Keep(_pointer(B, 6, 9, STATES[2]))),
-    Good("vault/1/keep", Keep(msgspec.structs.replace(_pointer(), size_bytes=1 << 33).signed(WHO.identity))),
+    Good("vault/2/keep", Keep(_pointer(A, 1 << 52, 1 << 52, STATES[1]))),
+    Good("vault/2/keep", Keep(_pointer(B, 6, 9, STATES[2]))),
+    Good("vault/2/keep", Keep(msgspec.structs.replace(_pointer(), size_bytes=1 << 33).signed(WHO.identity))),
     PIECE,
-    Good("vault/1/get", PieceWanted(_pointer().digest, -1)),
+    Good("vault/2/get", PieceWanted(_pointer().digest, -1)),
 ]
 SHARING = [
-    Good("sharing/1/take", TakeOver(_pointer(), 900, 0.001)),
-    Good("sharing/1/take", TakeOver(_pointer(A, 1 << 52, 1 << 52, STATES[1]), 2, 0.0, leaves=True)),
-    Good("sharing/1/take", TakeOver(_pointer(B, 6, 9, STATES[2]), 1 << 30, 1e6)),
+    Good("sharing/2/take", TakeOver(_pointer(), 900, 0.001)),
+    Good("sharing/2/take", TakeOver(_pointer(A, 1 << 52, 1 << 52, STATES[1]), 2, 0.0, leaves=True)),
+    Good("sharing/2/take", TakeOver(_pointer(B, 6, 9, STATES[2]), 1 << 30, 1e6)),
 ]
 _ROOM = HolderOffer(
     1 << 40, adopts=True, addrs=[ADDR], taking=[Name.of(A), Name.of(B)], hosted=0, places=1 << 30, sample_s=1e-9
@@ -156,8 +156,8 @@ POOL = Pool(
 )
 STRANGE = [
     *(Good("dht/3/store", dht.StoreMessage([record], None)) for record in _STRANGERS),
-    *(Good("vault/1/keep", Keep(pointer)) for chain in _CHAINS for pointer in chain),
-    *(Good("sharing/1/take", TakeOver(chain[0], 900, 0.001)) for chain in _CHAINS),
+    *(Good("vault/2/keep", Keep(pointer)) for chain in _CHAINS for pointer in chain),
+    *(Good("sharing/2/take", TakeOver(chain[0], 900, 0.001)) for chain in _CHAINS),
 ]
 REPLIES = [Kept(held=True), Kept(held=False), Empty()]
 
@@ -170,13 +170,13 @@ def _piece(body: bytes) -> list[Good]:
     wanted = decode(PieceWanted, body)
     data = _BY_DIGEST.get(wanted.digest, STATES[0])
     piece = b"".join(digests_of(data)) if wanted.piece < 0 else data[slice(*piece_at(len(data), wanted.piece))]
-    return [Good("vault/1/get", Empty(), (TensorFrame("uint8", (len(piece),), piece),))]
+    return [Good("vault/2/get", Empty(), (TensorFrame("uint8", (len(piece),), piece),))]
 
 
 _ANSWERS: dict[str, Answers] = {
-    "vault/1/keep": [Good("vault/1/keep", Kept(held=True)), Good("vault/1/keep", Kept(held=False))],
-    "vault/1/get": _piece,
-    "sharing/1/take": [Good("sharing/1/take", TakenOver(generation)) for generation in (0, 1, 7, (1 << 53) - 1)],
+    "vault/2/keep": [Good("vault/2/keep", Kept(held=True)), Good("vault/2/keep", Kept(held=False))],
+    "vault/2/get": _piece,
+    "sharing/2/take": [Good("sharing/2/take", TakenOver(generation)) for generation in (0, 1, 7, (1 << 53) - 1)],
     "dht/3/get": [Good("dht/3/get", dht.RecordsMessage([[record]], [], None)) for record in _RECORDS],
     "dht/3/ping": [Good("dht/3/ping", goods.DHT_REPLIES[0])],
     "dht/3/find": [Good("dht/3/find", goods.DHT_REPLIES[1])],

@@ -49,7 +49,7 @@ def _pass(
     body = Pass(MARK, stage, by.peer_id.text, shown, grant(keypair("host").sign, granted))
     frames = [TOKENS if stage == 0 else HIDDEN] if low <= stage <= high else []
     frames += [TARGETS] if high == 1 and stage <= high else []
-    return Good("handover/1/pass", body, tuple(frames))
+    return Good("handover/2/pass", body, tuple(frames))
 
 
 # At the first stage, by its trainer: a whole way, a later attempt, stage 0 anew, stage 1 anew, and what cannot be.
@@ -80,7 +80,7 @@ OVER_SELF = [
 ]
 _OF_HOST = _pass(1, keypair("host"), 0, 1, 0, SELF, MATE)
 CARRY = [
-    Good("handover/1/relay", CarryOn(to, _OF_HOST.body), _OF_HOST.frames)  # type: ignore[arg-type]
+    Good("handover/2/relay", CarryOn(to, _OF_HOST.body), _OF_HOST.frames)  # type: ignore[arg-type]
     for to in (MATE.text, HOST.text, "x")
 ]
 TICKET_OF_HOST = SIGNED[-1]
@@ -93,7 +93,7 @@ def passed_for(body: Pass, by: Keypair = ME) -> Good:
     is_done = shown.is_done_at(1)
     hop = Hop(by.peer_id.text, receipt(by.sign, MARK, 5, 1, shown.step, mb), 0.1, 0.0, 0.0)
     gradient = (HIDDEN,) if shown.is_done_at(0) else ()
-    return Good("handover/1/pass", Passed([hop] if is_done else [], 0.5, None, 1e6), gradient)
+    return Good("handover/2/pass", Passed([hop] if is_done else [], 0.5, None, 1e6), gradient)
 
 
 def _answers(body: Pass) -> list[Good]:

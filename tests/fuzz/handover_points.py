@@ -18,7 +18,7 @@ from tests.fuzz.sessions import Point, Stage, point
 from tests.worlds.network.hostile import Hostile
 
 POINTS: list[Point] = []
-_ANSWERS = {"handover/1/pass": handing.to_pass, "handover/1/relay": handing.to_carry_on}
+_ANSWERS = {"handover/2/pass": handing.to_pass, "handover/2/relay": handing.to_carry_on}
 
 
 async def _answering(stage: Stage) -> Hostile:

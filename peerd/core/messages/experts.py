@@ -2,8 +2,8 @@
 
 `expert/1`: `forward` has the samples as its one frame and is answered with outputs; `backward` has the samples and the
 gradients of the outputs, and is answered with gradients of the samples after the expert has made an update. The frames'
-first axis is the samples, whose shape the run file fixes. `vault/1` moves checkpoints: `keep` asks a peer to fetch and
-hold one, `get` gives a piece of one, by digest. `sharing/1`: `take` asks a host to go on with an expert of the
+first axis is the samples, whose shape the run file fixes. `vault/2` moves checkpoints: `keep` asks a peer to fetch and
+hold one, `get` gives a piece of one, by digest. `sharing/2`: `take` asks a host to go on with an expert of the
 caller's. Records in the DHT are signed by their publishers; a `Pointer` is signed by the host that made the checkpoint
 and means the same whoever shows it.
 

@@ -24,38 +24,38 @@ from peerd.core.messages.token import NO_TOKEN, Revoked, Token, fault, signed_by
 
 # Roles, as tokens name them, that may call a method or a whole service. What is not listed, every member may call.
 CALLERS: Final[dict[str, frozenset[str]]] = {
-    "stage/4/forward": frozenset({"trainer"}),
-    "stage/4/backward": frozenset({"trainer"}),
-    "stage/4/loss": frozenset({"trainer"}),
-    "stage/4/prepare": frozenset({"stage"}),
-    "stage/4/commit": frozenset({"stage"}),
-    "stage/4/restore": frozenset({"stage"}),
-    "handover/1/pass": frozenset({"trainer", "stage"}),
-    "handover/1/relay": frozenset({"stage"}),
-    "swarm/4/member": frozenset({"stage", "aux"}),
-    "swarm/4/trainer": frozenset({"trainer"}),
+    "stage/5/forward": frozenset({"trainer"}),
+    "stage/5/backward": frozenset({"trainer"}),
+    "stage/5/loss": frozenset({"trainer"}),
+    "stage/5/prepare": frozenset({"stage"}),
+    "stage/5/commit": frozenset({"stage"}),
+    "stage/5/restore": frozenset({"stage"}),
+    "handover/2/pass": frozenset({"trainer", "stage"}),
+    "handover/2/relay": frozenset({"stage"}),
+    "swarm/5/member": frozenset({"stage", "aux"}),
+    "swarm/5/trainer": frozenset({"trainer"}),
     "network/1/report": frozenset({"stage", "aux", "trainer"}),
     "average/1": frozenset({"stage", "aux"}),
     "kept/1": frozenset({"stage"}),
     "expert/1": frozenset({"trainer", "expert"}),
-    "sharing/1": frozenset({"expert"}),
-    "vault/1": frozenset({"expert", "backbone"}),
+    "sharing/2": frozenset({"expert"}),
+    "vault/2": frozenset({"expert", "backbone"}),
 }
 # Roles whose methods a member uses. The directory is used wherever it is: its records are signed by publishers.
 SERVERS: Final[dict[str, frozenset[str]]] = {
-    "stage/4/prepare": frozenset({"stage", "aux"}),
-    "stage/4": frozenset({"stage"}),
-    "handover/1/pass": frozenset({"stage"}),
-    "handover/1/relay": frozenset({"trainer"}),
-    "swarm/4": frozenset({"stage"}),
+    "stage/5/prepare": frozenset({"stage", "aux"}),
+    "stage/5": frozenset({"stage"}),
+    "handover/2/pass": frozenset({"stage"}),
+    "handover/2/relay": frozenset({"trainer"}),
+    "swarm/5": frozenset({"stage"}),
     "posts/1": frozenset({"stage"}),
     "network/1": frozenset({"stage"}),
     "average/1": frozenset({"stage", "aux"}),
     "state/1": frozenset({"stage"}),
     "kept/1": frozenset({"backbone"}),
     "expert/1": frozenset({"expert"}),
-    "sharing/1": frozenset({"expert"}),
-    "vault/1": frozenset({"expert", "backbone"}),
+    "sharing/2": frozenset({"expert"}),
+    "vault/2": frozenset({"expert", "backbone"}),
 }
 FREE: Final = "access/1"  # where tokens are shown: open to everyone
 OPEN: Final = frozenset({FREE, "run/1"})  # as is the run file: a stranger sees what it would join
@@ -151,7 +151,7 @@ class Roll:
         return found
 
     def may_call(self, peer: PeerId, service: str, method: str, now: float) -> str | None:
-        """Why `peer` may not call `method` (as `stage/4/forward`) of `service` (`stage/4`); None when it may."""
+        """Why `peer` may not call `method` (as `stage/5/forward`) of `service` (`stage/5`); None when it may."""
         found = self.member(peer, now)
         if found is None:
             return self.refusal("none was shown that counts now")
@@ -161,7 +161,7 @@ class Roll:
         return f"{method} is for {_listed(allowed)}; the token shown allows {_listed(found.rights)}"
 
     def may_serve(self, peer: PeerId, service: str, method: str, now: float) -> str | None:
-        """Why we do not call `method` (as `stage/4/forward`) of `service` of `peer`; None when we do."""
+        """Why we do not call `method` (as `stage/5/forward`) of `service` of `peer`; None when we do."""
         if service == ANYWHERE:
             return None
         found = self.member(peer, now)

@@ -159,7 +159,7 @@ class Orders:
             )
         try:
             peer = PeerId.parse(peer_of(order.peer))
-            found = (await self._rpc.call(peer, "stage/4/prepare", body, Prepared, timeout_s=body.timeout_s)).body
+            found = (await self._rpc.call(peer, "stage/5/prepare", body, Prepared, timeout_s=body.timeout_s)).body
             lost = tuple(post_name(one, stage_of(order.peer)) for one in found.lost)
             told = tuple(found.missing), lost, found.digest, tuple(found.refused)
             end = PrepareEnded(order.peer, order.attempt, found.ok, *told)
@@ -172,7 +172,7 @@ class Orders:
         """Have one member commit or restore."""
         position, kind = None, Commit if order.commit else Restore
         body = kind(self._config.fingerprint, reign.term, order.target, stage_of(order.peer))
-        method = "stage/4/commit" if order.commit else "stage/4/restore"
+        method = "stage/5/commit" if order.commit else "stage/5/restore"
         try:
             peer = PeerId.parse(peer_of(order.peer))
             answer = (await self._rpc.call(peer, method, body, Moved, timeout_s=_MOVE_TIMEOUT_S)).body
@@ -190,7 +190,7 @@ class Orders:
         )
         peer = PeerId.parse(peer_of(order.peer))
         try:
-            await self._rpc.call(peer, "stage/4/relocate", body, Empty, timeout_s=_TRANSFER_TIMEOUT_S)
+            await self._rpc.call(peer, "stage/5/relocate", body, Empty, timeout_s=_TRANSFER_TIMEOUT_S)
         except RemoteError as error:
             self.notes(f"peer {peer.short} stays at stage {body.stage}: {error}")
             reign.tell(TransferRefused(order.peer))

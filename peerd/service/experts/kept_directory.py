@@ -54,7 +54,7 @@ from peerd.service.rpc.rpc import Rpc
 log = logging.getLogger("peerd.service.experts.kept_directory")
 
 M = TypeVar("M", Announced, HolderOffer, KeptExperts)
-GET: Final = "vault/1/get"
+GET: Final = "vault/2/get"
 _AT_ONCE: Final = 8  # records that are published
 _CALLED: Final = 32  # holders that one look calls to see where they are
 _SAID_AGAIN_S: Final = 600.0  # before the same peer's checkpoints are named again

@@ -1,4 +1,4 @@
-"""Vault: the checkpoints of experts that this peer holds, for itself and for others; serves `vault/1`.
+"""Vault: the checkpoints of experts that this peer holds, for itself and for others; serves `vault/2`.
 
 `keep` asks it to fetch a checkpoint from the caller, the expert's host; `get` gives pieces of what it holds. It says in
 the directory what it holds, and what room it has. Bounds: `machine.experts.kept_shelf`, and half of the disk's free
@@ -49,7 +49,7 @@ log = logging.getLogger("peerd.service.experts.vault")
 
 T = TypeVar("T")
 VAULT_BYTES: Final = 16 << 30  # of disk, unless told otherwise
-KEEP: Final = "vault/1/keep"
+KEEP: Final = "vault/2/keep"
 _KEPT_AT_ONCE: Final = 8  # checkpoints that are fetched from hosts
 DECLARED: Final = {
     KEEP: Declaration(
@@ -131,7 +131,7 @@ class Vault:
                     await self._changed.wait()
                     await trio.sleep(min(_TOGETHER_S, self._announce_s / 4))
         finally:
-            rpc.unserve("vault/1")
+            rpc.unserve("vault/2")
 
     async def announce(self) -> bool:
         """Say what is held, what room there is and what is about to be taken over, as it is now; True when others can

@@ -40,8 +40,8 @@ from peerd.service.rpc.rpc import Answer, Rpc
 
 log = logging.getLogger("peerd.service.pipeline.next_stage")
 
-PASS = "handover/1/pass"
-RELAY = "handover/1/relay"
+PASS = "handover/2/pass"
+RELAY = "handover/2/relay"
 PASS_TIMEOUT_S = 600.0  # while no call was measured: devices may be slow. Who is silent is given up in seconds
 _TOLD_AGAIN_S = 30.0
 _PEERS_TRIED = 3  # of one stage, for one microbatch: then the trainer chooses anew

@@ -57,7 +57,7 @@ class Relaying:
         try:
             yield
         finally:
-            self._rpc.unserve("handover/1", {"relay"})
+            self._rpc.unserve("handover/2", {"relay"})
 
     @contextmanager
     def open(self, ticket: Ticket) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Dispatch of `stage/4` and `handover/1` calls on one peer: each goes to the post that serves the stage it names.
+"""Dispatch of `stage/5` and `handover/2` calls on one peer: each goes to the post that serves the stage it names.
 
 One process may hold several posts: stages that it serves, and stages whose sums it helps to make. The methods are
 served from the first post's beginning to the last one's end. In one stage a peer is a member or a helper, never both:
@@ -47,14 +47,14 @@ _WORK: Final = Declaration(
 # A microbatch's call stays open until its gradient comes back: what it holds, `Room` and the post bound in bytes.
 _WAY: Final = replace(_WORK, calls_per_peer=STREAMS_INBOUND - 32, calls=2048)
 _METHODS: Final = {
-    "prepare": ("stage/4/prepare", Prepare, _ORDERS),
-    "commit": ("stage/4/commit", Commit, _ORDERS),
-    "restore": ("stage/4/restore", Restore, _ORDERS),
-    "transfer": ("stage/4/relocate", Relocate, _ORDERS),
-    "forward": ("stage/4/forward", StageForward, _WORK),
-    "loss": ("stage/4/loss", StageLoss, _WORK),
-    "backward": ("stage/4/backward", StageBackward, _WORK),
-    "passes": ("handover/1/pass", Pass, _WAY),
+    "prepare": ("stage/5/prepare", Prepare, _ORDERS),
+    "commit": ("stage/5/commit", Commit, _ORDERS),
+    "restore": ("stage/5/restore", Restore, _ORDERS),
+    "transfer": ("stage/5/relocate", Relocate, _ORDERS),
+    "forward": ("stage/5/forward", StageForward, _WORK),
+    "loss": ("stage/5/loss", StageLoss, _WORK),
+    "backward": ("stage/5/backward", StageBackward, _WORK),
+    "passes": ("handover/2/pass", Pass, _WAY),
 }
 DECLARED: Final = {method: declared for method, _, declared in _METHODS.values()}
 
@@ -147,8 +147,8 @@ class StageCalls:
             yield
         finally:
             if not self._posts and not self._helpers:
-                self._rpc.unserve("stage/4")
-                self._rpc.unserve("handover/1", {"pass"})
+                self._rpc.unserve("stage/5")
+                self._rpc.unserve("handover/2", {"pass"})
 
     def _find(self, name: str, peer: PeerId, body: Any) -> tuple[StageHandlers, Handler]:
         """The post that a call is for, and what it answers such a call with; raises Refused."""

@@ -32,7 +32,7 @@ from peerd.service.experts.vault import Vault
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.expert.checkpoints import AdoptingHost, ExpertCheckpoints
 
-TAKE: Final = "sharing/1/take"
+TAKE: Final = "sharing/2/take"
 _AT_ONCE: Final = 2  # states that are taken
 _SHAKE_S: Final = 10.0  # of a hand-over, beyond what its bytes take
 _LEAST_BYTES_PER_S: Final = 256 << 10  # on slower lines experts stay where they are: no update is made meanwhile
@@ -100,7 +100,7 @@ class ExpertSharing:
                 await trio.sleep(self._announce_s)
                 await self._give_some()
         finally:
-            self._rpc.unserve("sharing/1")
+            self._rpc.unserve("sharing/2")
 
     def status(self) -> dict[str, object]:
         """Plain data for users."""

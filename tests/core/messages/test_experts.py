@@ -120,7 +120,7 @@ MESSAGES: dict[str, list[Message]] = {
         Announced(Name(0, [5]), b"\x20\x10", [0, 3], [70, 0], 0.5, ADDRS),
         Announced(Name(0, []), b"\x01", [], [], 0.0, [], b"token", client=True),
     ],
-    "vault_v1.bin": [
+    "vault_v2.bin": [
         Keep(pointer(2, 40)),
         Keep(msgspec.structs.replace(pointer(2, 40), began=33).signed(OWNER)),
         Keep(handed()),
@@ -133,7 +133,7 @@ MESSAGES: dict[str, list[Message]] = {
         HolderOffer(0, adopts=False, addrs=[], token=b"token", client=True),
         HolderOffer(1, adopts=True, addrs=[], hosted=12, places=EXPERT_PLACES, sample_s=0.002),
     ],
-    "sharing_v1.bin": [
+    "sharing_v2.bin": [
         TakeOver(pointer(2, 40), 12, 0.002),
         TakeOver(pointer(0, 0), 0, 0.0, leaves=True),
         TakenOver(3),

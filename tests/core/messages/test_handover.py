@@ -23,7 +23,7 @@ from peerd.core.varint import encode_varint
 CONDUCTOR, TRAINER, *STAGE_KEYS = (Keypair.from_seed(bytes([n]) * 32) for n in range(5))
 OWN, ROUTE = TRAINER.peer_id.text, [key.peer_id.text for key in STAGE_KEYS]
 RUN, OTHER_RUN = bytes(range(16)), bytes(range(16, 32))
-GOLDEN = Path(__file__).parents[2] / "golden" / "handover_v1.bin"
+GOLDEN = Path(__file__).parents[2] / "golden" / "handover_v2.bin"
 
 
 def ticket(**changes: Any) -> Ticket:

@@ -67,10 +67,10 @@ def test_methods_that_no_table_names_are_for_every_member_and_for_nobody_else() 
     books.admit(PEERS[0], token(PEERS[0], "backbone"), NOW)
     assert books.may_call(PEERS[0], "new/1", "new/1/thing", NOW) is None
     assert books.may_call(PEERS[1], "new/1", "new/1/thing", NOW) is not None
-    assert books.may_call(PEERS[0], "stage/4", "stage/4/forward", NOW) is not None
+    assert books.may_call(PEERS[0], "stage/5", "stage/5/forward", NOW) is not None
     assert books.may_serve(PEERS[0], "kept/1", "kept/1/x", NOW) is None
     assert books.may_serve(PEERS[0], "state/1", "state/1/x", NOW) is not None
-    assert books.may_serve(PEERS[0], "stage/4", "stage/4/x", NOW) is not None
+    assert books.may_serve(PEERS[0], "stage/5", "stage/5/x", NOW) is not None
     assert books.may_serve(PEERS[1], "dht/3", "dht/3/x", NOW) is None
 
 
@@ -78,12 +78,12 @@ def test_a_helper_is_no_stage() -> None:
     books = roll()
     books.admit(PEERS[0], token(PEERS[0], "aux"), NOW)
     for service, name, fine in (
-        ("stage/4", "prepare", True),
-        ("stage/4", "forward", False),
+        ("stage/5", "prepare", True),
+        ("stage/5", "forward", False),
         ("average/1", "part", True),
     ):
         assert (books.may_serve(PEERS[0], service, f"{service}/{name}", NOW) is None) == fine
-    for service, name, fine in (("swarm/4", "member", True), ("stage/4", "commit", False), ("average/1", "part", True)):
+    for service, name, fine in (("swarm/5", "member", True), ("stage/5", "commit", False), ("average/1", "part", True)):
         assert (books.may_call(PEERS[0], service, f"{service}/{name}", NOW) is None) == fine
 
 
@@ -94,9 +94,9 @@ def test_microbatches_are_handed_over_by_trainers_and_stage_peers_and_relayed_fo
         books = roll()
         books.admit(PEERS[0], token(PEERS[0], role), NOW)
         for may, fine in ((books.may_call, calls[role]), (books.may_serve, serves[role])):
-            found = [may(PEERS[0], "handover/1", f"handover/1/{name}", NOW) is None for name in ("pass", "relay")]
+            found = [may(PEERS[0], "handover/2", f"handover/2/{name}", NOW) is None for name in ("pass", "relay")]
             assert tuple(found) == fine, (role, may.__name__)
-        assert books.may_call(PEERS[1], "handover/1", "handover/1/pass", NOW) is not None
+        assert books.may_call(PEERS[1], "handover/2", "handover/2/pass", NOW) is not None
 
 
 @pytest.mark.parametrize(
@@ -123,5 +123,5 @@ def test_a_trainer_is_a_stage_only_where_there_is_no_pipeline() -> None:
     for stages, fine in ((1, True), (2, False)):
         books = roll(stages)
         books.admit(PEERS[0], token(PEERS[0], "trainer"), NOW)
-        assert (books.may_call(PEERS[0], "swarm/4", "swarm/4/member", NOW) is None) == fine
-        assert (books.may_serve(PEERS[0], "swarm/4", "swarm/4/x", NOW) is None) == fine
+        assert (books.may_call(PEERS[0], "swarm/5", "swarm/5/member", NOW) is None) == fine
+        assert (books.may_serve(PEERS[0], "swarm/5", "swarm/5/x", NOW) is None) == fine

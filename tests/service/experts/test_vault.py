@@ -93,7 +93,7 @@ async def test_a_piece_that_lies_names_the_holder_and_comes_from_another(
             spoilt[0] ^= 1
             return Answer(Empty(), (TensorFrame("uint8", (len(spoilt),), spoilt),))
 
-        liar.stack.rpc.unserve("vault/1")
+        liar.stack.rpc.unserve("vault/2")
         liar.stack.rpc.serve(vault_fetch.GET, PieceWanted, lie, declared=ANY)
         assert await asker.vault.fetch(pointer, [liar.id, honest.id]) == data
         assert f"peer {liar.id}" in caplog.text
@@ -115,7 +115,7 @@ async def test_a_holder_that_gives_no_right_piece_costs_an_error_and_no_more(
             size = 96 if wrong == "digests" else 95
             return Answer(Empty(), (TensorFrame("uint8", (size,), bytes(size)),))
 
-        liar.stack.rpc.unserve("vault/1")
+        liar.stack.rpc.unserve("vault/2")
         liar.stack.rpc.serve(vault_fetch.GET, PieceWanted, lie, declared=ANY)
         with pytest.raises(RemoteError) as failure:
             await asker.vault.fetch(pointer, [liar.id])
@@ -151,7 +151,7 @@ async def test_a_holder_that_dies_half_way_is_replaced(autojump_clock: MockClock
                 mortal.stop()
             return await give(call)
 
-        mortal.stack.rpc.unserve("vault/1")
+        mortal.stack.rpc.unserve("vault/2")
         mortal.stack.rpc.serve(vault_fetch.GET, PieceWanted, die, declared=ANY)
         assert await asker.vault.fetch(pointer, [mortal.id, holder.id]) == data
         assert given > 3
@@ -205,7 +205,7 @@ async def test_a_host_that_drips_is_cut_off(autojump_clock: MockClock, tmp_path:
                 await trio.sleep_forever()
             return await host.vault._give(call)
 
-        host.stack.rpc.unserve("vault/1")
+        host.stack.rpc.unserve("vault/2")
         host.stack.rpc.serve(vault_fetch.GET, PieceWanted, drip, declared=ANY)
         with pytest.raises(RemoteError):
             await host.vault.hand(pointer, holder.id)

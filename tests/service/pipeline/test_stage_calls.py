@@ -48,13 +48,13 @@ def post(name: str, *, works: bool = True) -> StageHandlers:
 
 async def commit(pair: Pair, stage: int, run: bytes = RUN) -> bytes:
     body = Commit(run, 1, Position(1, b""), stage)
-    answer = await pair.a.call(pair.b_host.id, "stage/4/commit", body, Moved, timeout_s=5)
+    answer = await pair.a.call(pair.b_host.id, "stage/5/commit", body, Moved, timeout_s=5)
     return answer.body.position.lineage
 
 
 async def forward(pair: Pair, stage: int) -> float:
     body = StageForward(RUN, stage, 1)
-    found = await pair.a.call(pair.b_host.id, "stage/4/forward", body, StageAnswer, frames=[FRAME], timeout_s=5)
+    found = await pair.a.call(pair.b_host.id, "stage/5/forward", body, StageAnswer, frames=[FRAME], timeout_s=5)
     return found.body.loss_sum
 
 

@@ -27,12 +27,12 @@ STRANGER = Keypair.from_seed(b"stranger".ljust(32, b"."))
 NOW = int(EPOCH_S)
 ROLES = ("stage", "trainer", "aux", "backbone", "expert")
 SERVED = (
-    "stage/4/forward",
-    "stage/4/commit",
-    "handover/1/pass",
-    "handover/1/relay",
-    "swarm/4/member",
-    "swarm/4/trainer",
+    "stage/5/forward",
+    "stage/5/commit",
+    "handover/2/pass",
+    "handover/2/relay",
+    "swarm/5/member",
+    "swarm/5/trainer",
     "average/1/part",
     "other/1/ask",
 )
