@@ -65,9 +65,8 @@ class _Known:
     rivals: RivalWatch | None = None  # of this peer, while it hosts the expert
     instead_of: ExpertReign | None = None  # in which this peer hosts the expert until it has given it up
     renewed_at: float = float("-inf")  # when the claim was last seen to be renewed
-    stale: dict[ExpertReign, float] | None = (
-        None  # claims of others when it began, and their expiry; None: not seen yet
-    )
+    # Claims of others when it began, and their expiry; None: not seen yet.
+    stale: dict[ExpertReign, float] | None = None
 
 
 class ExpertLineages:
