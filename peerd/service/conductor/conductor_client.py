@@ -96,6 +96,7 @@ class Following:
     _forecast: tuple[float, Forecast] | None = None  # (received at, forecast)
     _suspects: dict[PeerId, float] = field(default_factory=dict)
     _failures: dict[PeerId, tuple[int, float]] = field(default_factory=dict)  # (failures in a row, last at)
+    _failed_at: float = float("-inf")  # when a call failed last
     # Stage-0 peers known otherwise than from the directory -> (True when they cannot be dialed, serving since).
     _seen: dict[PeerId, tuple[bool, float]] = field(default_factory=dict)
     _refreshed: float = float("-inf")
@@ -221,7 +222,8 @@ class Following:
 
         Of two dead peers that come first, each would be asked while the other one is suspected, and no third one ever.
         """
-        now = trio.current_time()
+        now, began = trio.current_time(), max(began, self._failed_at)  # of calls side by side each second counts once
+        self._failed_at = now
         self._suspects = {peer: until + (now - began) * (until > began) for peer, until in self._suspects.items()}
 
     def _let_go_of(self, peer: PeerId) -> None:
