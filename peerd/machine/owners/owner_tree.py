@@ -94,8 +94,10 @@ class OwnerTree:
         return len(set(known) - {seat(reign.owner)}), len(known)
 
     def beats(self, one: ExpertReign, other: ExpertReign, seat: Seat, *, living: bool = False) -> bool:
-        """True if `one` owns the expert rather than `other`. `living`: both say so now, and one that goes on from the
-        other needs at least one voice, for anybody can make such a chain.
+        """True if `one` owns the expert rather than `other`.
+
+        `living`: both claim it now. Then an owner that goes on from the other needs at least one voice, since anybody
+        can make such a chain, and of two without a link neither wins unless more networks vouch for it.
         """
         if (one, other) in self.handed or (other, one) in self.handed:
             return (other, one) in self.handed
@@ -106,6 +108,8 @@ class OwnerTree:
         if self.below(other, [one]):
             return not self.beats(other, one, seat, living=living)
         mine, others = self.voices(one, seat), self.voices(other, seat)
+        if living:
+            return mine[0] > others[0]
         return mine > others if mine != others else self.comes_first(one, other)
 
     def comes_first(self, one: ExpertReign, other: ExpertReign) -> bool:

@@ -1,0 +1,43 @@
+"""Hostile peers beside the owner of an expert: what they claim and sign moves neither hosts nor those that follow."""
+
+from __future__ import annotations
+
+from peerd.machine.experts.custody import SeenClaim
+from peerd.machine.owners.lineage import ExpertLineages
+from peerd.machine.owners.owner_tree import KeptCopy
+from tests.machine.owners.test_lineage import UID, P, Scene, of_a, peer, pointer
+
+LOOK_S = P / 4
+
+
+def host_of(generation: int, *, name: str = "a", former: str = "c") -> Scene:
+    """A scene of a host that has owned the expert for long, with two holders."""
+    scene = Scene(name)
+    before = pointer(former, 0, 10)
+    scene.lineages.took(0.0, UID, generation, before.as_former())
+    scene.lineages.hosted = lambda _: generation
+    scene.keep(pointer(name, generation, 40, after=before), "x", "y")
+    for _ in range(300 * 4):
+        scene.look((name, generation), renewed=name)
+    return scene
+
+
+# --- voices ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_does_not_yield_to_an_unlinked_stranger_with_as_many_voices() -> None:
+    scene = host_of(3)
+    scene.keep(pointer("s", 0, 1), "e1", "e2")
+    for _ in range(10):
+        assert scene.look(("a", 3), ("s", 0), renewed="as")[:2] == ("a", 3)
+    scene.keep(pointer("s", 0, 2), "e3")
+    assert scene.look(("a", 3), ("s", 0), renewed="as")[:2] == ("s", 0), "more networks outvote an owner"
+
+
+def test_more_identities_in_as_many_networks_do_not_outvote_a_living_host() -> None:
+    crowd = [f"crowd{i}" for i in range(9)]
+    scene = host_of(3)
+    scene.lineages._seat = lambda who: "one" if who in set(map(peer, crowd)) else who.text
+    scene.keep(pointer("s", 0, 1), "e1", *crowd)
+    for _ in range(10):
+        assert scene.look(("a", 3), ("s", 0), renewed="as")[:2] == ("a", 3)
