@@ -3,7 +3,7 @@
 Anybody can make an identity, announce an expert in any generation and sign a checkpoint of it. So an owner counts only
 as a link of a chain. A peer that knows the owner of an expert follows
 
-* the host to which that owner handed it, by its signature (`Pointer.heir`);
+* the host to which that owner handed it, by its signature (`Pointer.heir`), unless the owner has made updates since;
 * once the owner's claim is gone, or was not renewed for longer than a period: a host that claims the next generation,
   and whose checkpoint goes on from one that a known owner signed (`Former`). Its claim comes before its checkpoint, so
   others wait for it, for a while (`turns`). If no checkpoint of a known owner is left anywhere, no link is needed. A

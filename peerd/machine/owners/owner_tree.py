@@ -52,15 +52,21 @@ class OwnerTree:
     @classmethod
     def of(cls, claims: Iterable[SeenClaim], copies: Iterable[KeptCopy]) -> OwnerTree:
         """The tree of one expert; the pointers of `copies` are signed."""
-        tree = cls()
+        tree, copies, newest = cls(), [*copies], dict[ExpertReign, int]()
         for claim in claims:
-            tree.claims[ExpertReign(claim.generation, claim.peer)] = claim
+            reign = ExpertReign(claim.generation, claim.peer)
+            tree.claims[reign] = claim
+            newest[reign] = claim.version
         for copy in copies:
             tree.holders.setdefault(copy.reign, set()).update(copy.holders)
+            newest[copy.reign] = max(newest.get(copy.reign, 0), copy.pointer.version)
+        for copy in copies:
             former = copy.pointer.former
             if former is not None and copy.pointer.continues():
-                given = former.heir == copy.pointer.owner
-                tree.link(ExpertReign(former.generation, former.peer), copy.reign, given=given)
+                reign = ExpertReign(former.generation, former.peer)
+                # An owner that made more updates has kept the expert: whom it once offered it to is no heir.
+                given = former.heir == copy.pointer.owner and former.version >= newest.get(reign, 0)
+                tree.link(reign, copy.reign, given=given)
         return tree
 
     def link(self, former: ExpertReign, later: ExpertReign, *, given: bool) -> None:

@@ -3,8 +3,9 @@
 Once in an announcement period this host looks who has places for experts, and what part each should have by its speed
 (`machine.experts.sharing`). An expert moves whole: no update is made while its state travels, forwards are answered on.
 The next host fetches and checks the state, hosts it in the next generation, announces it, and answers; this one gives
-it up only when that claim stands in the directory. Whatever fails before, it goes on here, and nothing is lost; if only
-the answer was lost, the higher claim wins as it does after a partition. A host that leaves hands over all that others
+it up only when that claim stands in the directory. Whatever fails before, it goes on here, and nothing is lost. If only
+the answer was lost, the next host owns the expert by this host's signature, until this host announces or signs another
+update: then the signature is void, and one of the two yields as after a partition (`machine.owners`). A host that leaves hands over all that others
 have places for, as far as the time allows; the rest is adopted from its checkpoints.
 
 A hostile host may ask others to take what it does not own (the claim in the directory, and its signature, decide), send

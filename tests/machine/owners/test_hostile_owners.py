@@ -41,3 +41,24 @@ def test_more_identities_in_as_many_networks_do_not_outvote_a_living_host() -> N
     scene.keep(pointer("s", 0, 1), "e1", *crowd)
     for _ in range(10):
         assert scene.look(("a", 3), ("s", 0), renewed="as")[:2] == ("a", 3)
+
+
+# --- hand-overs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_hand_over_that_was_refused_is_void_once_the_owner_signs_another_update() -> None:
+    for own in ("a", "watcher"):
+        scene = Scene(own)
+        scene.lineages.hosted = lambda _, at=0 if own == "a" else None: at  # type: ignore[misc]
+        scene.keep(pointer("a", 0, 51), "x", "y")
+        scene.look(("a", 0), renewed="a")
+        scene.keep(pointer("s", 1, 51, after=pointer("a", 0, 50, heir="s")))
+        for _ in range(20):
+            assert scene.look(("a", 0), ("s", 1), renewed="as")[:2] == ("a", 0), own
+
+
+def test_a_hand_over_that_was_refused_is_void_once_the_owner_announces_another_update() -> None:
+    scene, _ = of_a()  # whose announcement says 40 updates
+    scene.keep(pointer("s", 1, 39, after=pointer("a", 0, 39, heir="s")))
+    for _ in range(20):
+        assert scene.look(("a", 0), ("s", 1), renewed="as")[:2] == ("a", 0)
