@@ -244,7 +244,7 @@ class ExpertLineages:
         """Find the owner after one that is gone; True if it is worth to wait for one."""
         line = (known.reign, *known.trail)
         kept = any(tree.holders.get(r) for r in line)
-        others = [r for r in tree.nodes() if r not in line and r.generation >= known.reign.generation]
+        others = [r for r in tree.nodes(self._seat, line) if r not in line and r.generation >= known.reign.generation]
         late = [r for r in others if r in tree.claims and not self._is_early(uid, r, known)]
         linked = [r for r in late if self._is_next(r, line, tree)]
         vouched = [r for r in others if self._is_vouched(r, known, tree, kept)]

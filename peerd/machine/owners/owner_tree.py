@@ -6,7 +6,7 @@ come to the same result. Hostile input: claims and checkpoints of any generation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -15,7 +15,7 @@ from peerd.core.messages.experts import Pointer
 from peerd.machine.experts.custody import SeenClaim
 
 _DEPTH: Final = 16  # owners of a chain that are looked at
-_NODES: Final = 64  # owners of one expert that are compared
+_NODES: Final = 64  # owners of one expert that are compared, besides those that go on from a known one
 
 Seat = Callable[[PeerId], str | None]  # the network of a peer, None if there is no connection to it
 
@@ -48,6 +48,8 @@ class OwnerTree:
     holders: dict[ExpertReign, set[PeerId]] = field(default_factory=dict)  # of checkpoints
     handed: set[tuple[ExpertReign, ExpertReign]] = field(default_factory=set)  # by which owner, to which one
     _former: dict[ExpertReign, ExpertReign] = field(default_factory=dict)  # from which owner one went on
+    _seats: dict[PeerId, str | None] = field(default_factory=dict)  # a tree lives for one look: networks don't change
+    _voices: dict[ExpertReign, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, claims: Iterable[SeenClaim], copies: Iterable[KeptCopy]) -> OwnerTree:
@@ -75,10 +77,16 @@ class OwnerTree:
         if given:
             self.handed.add((former, later))
 
-    def nodes(self) -> list[ExpertReign]:
-        """All owners; if there are many, those of whose checkpoints most peers are holders."""
-        every = {*self.claims, *self.holders}
-        return sorted(every, key=lambda reign: (-len(self.holders.get(reign, ())), reign))[:_NODES]
+    def nodes(self, seat: Seat, line: Collection[ExpertReign] = ()) -> list[ExpertReign]:
+        """All owners: those of `line`, then those that go on from it, then others; of each, first those for which most
+        networks vouch. If there are many others, the first of them.
+        """
+        every = sorted({*self.claims, *self.holders}, key=lambda r: (*(-n for n in self.voices(r, seat)), r))
+        known = [r for r in every if r in line]
+        linked = [r for r in every if r not in line and self.below(r, line)]
+        first = {*known, *linked}
+        others = [r for r in every if r not in first]
+        return [*known, *linked, *others[:_NODES]]
 
     def before(self, reign: ExpertReign) -> Iterator[ExpertReign]:
         """The owners from which one went on, the latest first."""
@@ -95,9 +103,14 @@ class OwnerTree:
 
     def voices(self, reign: ExpertReign, seat: Seat, but: frozenset[PeerId] = frozenset()) -> tuple[int, int]:
         """Numbers of networks, besides its own, and of peers that vouch for an owner; `but`: not these peers."""
-        seats = [seat(peer) for peer in self.holders.get(reign, set()) - but if peer != reign.owner]
+        if not but and reign in self._voices:
+            return self._voices[reign]
+        seats = [self._seat(peer, seat) for peer in self.holders.get(reign, set()) - but if peer != reign.owner]
         known = [at for at in seats if at is not None]
-        return len(set(known) - {seat(reign.owner)}), len(known)
+        found = len(set(known) - {self._seat(reign.owner, seat)}), len(known)
+        if not but:
+            self._voices[reign] = found
+        return found
 
     def beats(self, one: ExpertReign, other: ExpertReign, seat: Seat, *, living: bool = False) -> bool:
         """True if `one` owns the expert rather than `other`.
@@ -127,7 +140,12 @@ class OwnerTree:
     def best(self, seat: Seat) -> ExpertReign | None:
         """The owner that counts where nothing was known before."""
         found: ExpertReign | None = None
-        for reign in self.nodes():
+        for reign in self.nodes(seat):
             if found is None or self.beats(reign, found, seat):
                 found = reign
         return found
+
+    def _seat(self, peer: PeerId, seat: Seat) -> str | None:
+        if peer not in self._seats:
+            self._seats[peer] = seat(peer)
+        return self._seats[peer]

@@ -62,3 +62,32 @@ def test_a_hand_over_that_was_refused_is_void_once_the_owner_announces_another_u
     scene.keep(pointer("s", 1, 39, after=pointer("a", 0, 39, heir="s")))
     for _ in range(20):
         assert scene.look(("a", 0), ("s", 1), renewed="as")[:2] == ("a", 0)
+
+
+# --- crowds ----------------------------------------------------------------------------------------------------------
+
+
+def crowded(scene: Scene, count: int = 80) -> None:
+    """One network with several peers, all of which hold checkpoints of many owners that one of them made up."""
+    crowd = [peer(f"crowd{i}") for i in range(3)]
+    scene.lineages._seat = lambda who: "one" if who in {*crowd, peer("s")} else who.text
+    for number in range(count):
+        made = pointer("s", 1000 + number, 1)
+        scene.copies.append(KeptCopy(made, [made.peer, *crowd]))
+    scene.copies.sort(key=lambda copy: copy.pointer.rank, reverse=True)
+
+
+def test_owners_made_up_in_one_network_crowd_the_owner_out_of_no_newcomers_sight() -> None:
+    scene = Scene()
+    scene.keep(pointer("a"), "x", "y")
+    crowded(scene)
+    assert scene.look(("a", 0), renewed="a")[0] == "a"
+
+
+def test_owners_made_up_in_one_network_crowd_out_no_heir() -> None:
+    scene, made = of_a()
+    crowded(scene)
+    scene.look()
+    scene.look(after_s=P)
+    scene.keep(pointer("b", 1, 40, after=made))
+    assert scene.look(("b", 1), renewed="b")[:2] == ("b", 1)
