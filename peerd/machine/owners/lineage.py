@@ -40,6 +40,7 @@ _RENEWED: Final = 1.1  # periods that a claim lives without its host having rene
 _UNCLAIMED: Final = 0.5  # periods that an owner without a claim is still the owner
 _REMEMBERED: Final = 8.0  # periods without an owner, after which the networks are believed instead
 _UNSAVED: Final = 2  # owners in a row that may have gone before they made a checkpoint
+_STANDING: Final = 64  # claims that are remembered from when an owner came; others count as renewed since
 _TRAIL: Final = 8  # earlier owners that are remembered
 
 
@@ -169,9 +170,10 @@ class ExpertLineages:
         if known is not None:
             trail += [r for r in (known.reign, *known.trail) if r < reign and r not in trail]
         claim = tree.claims.get(reign)
-        stale = {r: other.until for r, other in tree.claims.items() if r != reign}
         until = claim.until if claim is not None else None
-        self._known[uid] = _Known(reign, until, now, tuple(trail[:_TRAIL]), linked=linked, stale=stale)
+        line = tuple(trail[:_TRAIL])
+        stale = {r: at for r, at in self._standing(line, tree).items() if r != reign}
+        self._known[uid] = _Known(reign, until, now, line, linked=linked, stale=stale)
         if claim is not None:
             self.turns.settled(uid)
 
@@ -187,9 +189,10 @@ class ExpertLineages:
         rivals = known.rivals
         if rivals is None:
             rivals = known.rivals = RivalWatch(mine, known.trail, known.linked and bool(known.trail), anew, now)
-        known.since, renewed = now, self._renewed(known, tree)
+        fresh = set(self._renewed(known, tree))
+        known.since, renewed = now, [r for r in tree.nodes(self._seat, known.trail) if r in fresh]
         rivals.see(now, renewed)
-        for rival in sorted(renewed, reverse=True):
+        for rival in renewed:
             if rival.owner != self._own and (
                 tree.beats(rival, mine, self._seat, living=True)
                 or rivals.yields_to(now, self._announce_s, rival, tree, self._seat)
@@ -201,8 +204,13 @@ class ExpertLineages:
     def _renewed(self, known: _Known, tree: OwnerTree) -> list[ExpertReign]:
         """Claims that were made or renewed since the owner came: one that only has not expired yet says nothing."""
         if known.stale is None:
-            known.stale = {reign: claim.until for reign, claim in tree.claims.items()}
+            known.stale = self._standing((known.reign, *known.trail), tree)
         return [r for r, claim in tree.claims.items() if claim.until > known.stale.get(r, float("-inf"))]
+
+    def _standing(self, line: Sequence[ExpertReign], tree: OwnerTree) -> dict[ExpertReign, float]:
+        """Expiry of the claims that stand now; if there are many, those of `line` first."""
+        claimed = [r for r in tree.nodes(self._seat, line) if r in tree.claims]
+        return {r: tree.claims[r].until for r in claimed[:_STANDING]}
 
     def _lives(self, now: float, known: _Known, tree: OwnerTree) -> bool:
         """Note whether an owner has renewed its claim; False if another host may have followed it."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from peerd.machine.experts.custody import SeenClaim
-from peerd.machine.owners.lineage import ExpertLineages
+import pytest
+
+from peerd.core.ids import PeerId
 from peerd.machine.owners.owner_tree import KeptCopy
 from tests.machine.owners.test_lineage import UID, P, Scene, of_a, peer, pointer
 
-LOOK_S = P / 4
 
 
 def host_of(generation: int, *, name: str = "a", former: str = "c") -> Scene:
@@ -91,3 +91,33 @@ def test_owners_made_up_in_one_network_crowd_out_no_heir() -> None:
     scene.look(after_s=P)
     scene.keep(pointer("b", 1, 40, after=made))
     assert scene.look(("b", 1), renewed="b")[:2] == ("b", 1)
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_the_network_of_a_peer_is_looked_up_once_in_a_look_however_many_claim_the_expert(linked: bool) -> None:
+    scene, asked = Scene("a"), list[PeerId]()
+    before = pointer("c", 0, 10)
+    scene.lineages.took(0.0, UID, 1, before.as_former())
+    scene.lineages.hosted = lambda _: 1
+    mine = scene.keep(pointer("a", 1, 40, after=before), *[f"h{i}" for i in range(50)])
+    scene.look(("a", 1), renewed="a")
+    rivals = [f"r{i}" for i in range(60)]
+    for name in rivals if linked else ():
+        scene.keep(pointer(name, 2, 41, after=mine), "h0")
+
+    def seat(who: PeerId) -> str:
+        asked.append(who)
+        return who.text
+
+    scene.lineages._seat = seat
+    scene.look(("a", 1), *[(name, 2) for name in rivals], renewed=["a", *rivals])
+    assert len(asked) == len(set(asked)) <= 1 + 50 + 60
+
+
+def test_claims_of_a_crowd_are_not_all_remembered() -> None:
+    scene, crowd = Scene(), [(f"crowd{i}", 5) for i in range(200)]
+    scene.look(("a", 0), *crowd, renewed="a")
+    scene.look(("a", 0), *crowd, renewed="a")
+    known = scene.lineages._known[UID]
+    assert known.stale is not None
+    assert len(known.stale) <= 64
