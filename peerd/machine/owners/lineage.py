@@ -231,7 +231,7 @@ class ExpertLineages:
             if best is not None and (known is None or best != known.reign):
                 self._become(now, uid, best, tree)
             return False
-        handed = [r for r in tree.claims if (known.reign, r) in tree.handed]
+        handed = [r for r in tree.claims if (known.reign, r) in tree.handed and _is_near(r, known.reign)]
         back = [r for r in self._renewed(known, tree) if self._comes_back(r, known, tree, lives)]
         if handed or back:
             self._become(now, uid, max(handed or back), tree)
@@ -245,7 +245,7 @@ class ExpertLineages:
     def _comes_back(self, reign: ExpertReign, known: _Known, tree: OwnerTree, lives: bool) -> bool:
         """True if an earlier owner, or the same one in a later generation, is the owner now."""
         if reign.owner == known.reign.owner and reign > known.reign:
-            return lives
+            return lives and _is_near(reign, known.reign)
         return reign in known.trail and (not lives or tree.beats(reign, known.reign, self._seat, living=True))
 
     def _go_on(self, now: float, uid: Uid, known: _Known, tree: OwnerTree, size_bytes: int) -> bool:
@@ -270,7 +270,7 @@ class ExpertLineages:
         """True if an owner went on from a known one, and its generation is about as high as that makes it."""
         for steps, before in enumerate(tree.before(reign), 1):
             if before in line:
-                return reign.generation <= max(line).generation + steps + _UNSAVED
+                return _is_near(reign, max(line), steps)
         return False
 
     def _is_vouched(self, reign: ExpertReign, known: _Known, tree: OwnerTree, kept: bool) -> bool:
@@ -286,3 +286,8 @@ class ExpertLineages:
     def _is_early(self, uid: Uid, reign: ExpertReign, known: _Known) -> bool:
         """True if a host claimed an expert while its owner still renewed its own claim."""
         return self._first_seen.get((uid, reign), float("inf")) < known.renewed_at
+
+
+def _is_near(reign: ExpertReign, before: ExpertReign, steps: int = 1) -> bool:
+    """True if a generation is about as high as so many changes of the owner make it: nobody uses up the numbers."""
+    return reign.generation <= before.generation + steps + _UNSAVED

@@ -174,7 +174,9 @@ class ExpertSharing:
             timeout_s = _deadline_s(pointer)
             answer = await self._rpc.call(taker, TAKE, body, TakenOver, timeout_s=timeout_s, reply_frame_bytes=0)
         generation = answer.body.generation
-        if generation <= hosted.generation or not await self._is_claimed(uid, taker, generation):
+        if generation != hosted.generation + 1:
+            raise ProtocolViolation(f"took expert {uid} in generation {generation}, not in the next one", taker)
+        if not await self._is_claimed(uid, taker, generation):
             raise ProtocolViolation(f"took expert {uid}, and does not announce it", taker)
         if self._host.experts.get(uid) is hosted:
             await self._host.drop(uid, f"peer {taker.short} owns it in generation {generation}")

@@ -121,3 +121,23 @@ def test_claims_of_a_crowd_are_not_all_remembered() -> None:
     known = scene.lineages._known[UID]
     assert known.stale is not None
     assert len(known.stale) <= 64
+
+
+# --- generations -----------------------------------------------------------------------------------------------------
+
+LAST = (1 << 53) - 1
+
+
+def test_an_owner_that_jumps_to_the_last_generation_is_not_followed() -> None:
+    scene, made = of_a()
+    scene.keep(pointer("a", LAST, 41), "x", "y")
+    for _ in range(3):
+        assert scene.look(("a", 0), ("a", LAST), renewed="a")[:2] == ("a", 0)
+    assert scene.kept == [made]
+    assert scene.look(("a", 0), ("a", 1), renewed="a")[:2] == ("a", 1)
+
+
+def test_an_heir_that_jumps_to_the_last_generation_is_not_followed() -> None:
+    scene, _ = of_a()
+    scene.keep(pointer("s", LAST, 50, after=pointer("a", 0, 50, heir="s")))
+    assert scene.look(("a", 0), ("s", LAST), renewed="as")[:2] == ("a", 0)
