@@ -17,7 +17,9 @@ keep no checkpoint from outside the lineage that they know. A holder has a voice
 it; all holders in one network (in a private network: at one address) have one voice, and none for a host beside them.
 
 A hostile peer with connections from as many networks as hold copies of an expert deceives a newcomer, or outvotes an
-owner. A stranger may also adopt an orphan in its turn, as every host may, and is its owner then.
+owner. A stranger may also adopt an orphan, as every host may, and is its owner then. Turns bind honest peers only: a
+stranger that claims an orphan right after its owner is gone, and signs a checkpoint that goes on from the owner's, is
+followed before the peers whose turn it was.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Final
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
-from peerd.core.limits import EXPERTS_SEEN, LINKS
+from peerd.core.limits import EXPERTS_SEEN
 from peerd.core.messages.experts import Former, Pointer
 from peerd.machine.experts.custody import SeenClaim
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy, OwnerTree, Seat
@@ -40,7 +42,7 @@ _RENEWED: Final = 1.1  # periods that a claim lives without its host having rene
 _UNCLAIMED: Final = 0.5  # periods that an owner without a claim is still the owner
 _REMEMBERED: Final = 8.0  # periods without an owner, after which the networks are believed instead
 _UNSAVED: Final = 2  # owners in a row that may have gone before they made a checkpoint
-_STANDING: Final = 64  # claims that are remembered from when an owner came; others count as renewed since
+_STANDING: Final = 64  # claims of one expert that are remembered
 _TRAIL: Final = 8  # earlier owners that are remembered
 
 
@@ -78,7 +80,8 @@ class ExpertLineages:
         self.turns = AdopterTurns(announce_s)
         self._announce_s, self._own, self._seat = announce_s, own, seat
         self._known = BoundedDict[Uid, _Known](EXPERTS_SEEN)
-        self._first_seen = BoundedDict[tuple[Uid, ExpertReign], float](LINKS)  # claims
+        # Claims that stand or stood lately: when they were seen first, and last.
+        self._seen = BoundedDict[Uid, dict[ExpertReign, tuple[float, float]]](EXPERTS_SEEN)
 
     def owner(self, uid: Uid) -> ExpertReign | None:
         """The last owner of an expert that is known, living or not."""
@@ -144,8 +147,7 @@ class ExpertLineages:
     def settle(self, now: float, uid: Uid, claims: Sequence[SeenClaim], copies: Sequence[KeptCopy]) -> SettledOwner:
         """The owner of an expert, by what the directory shows of it now. `copies`: the newest first."""
         tree, generation, known = OwnerTree.of(claims, copies), self.hosted(uid), self._known.get(uid)
-        for reign in tree.claims:
-            self._first_seen.setdefault((uid, reign), now)
+        self._note(now, uid, tree)
         if known is not None and known.trail and known.linked:
             tree.link(known.trail[0], known.reign, given=known.given)
         waits = False
@@ -162,6 +164,16 @@ class ExpertLineages:
         return SettledOwner(tree.claims.get(known.reign), kept, waits)
 
     # --- inside -----------------------------------------------------------------------------------------------
+
+    def _note(self, now: float, uid: Uid, tree: OwnerTree) -> None:
+        """Note the claims that stand now; if there are many, those that were seen first."""
+        lately = now - _RENEWED * self._announce_s
+        seen = {r: (first, last) for r, (first, last) in self._seen.get(uid, {}).items() if last >= lately}
+        for reign in tree.claims:
+            if reign in seen or len(seen) < _STANDING:
+                seen[reign] = seen.get(reign, (now, now))[0], now
+        if seen or uid in self._seen:
+            self._seen[uid] = seen
 
     def _become(self, now: float, uid: Uid, reign: ExpertReign, tree: OwnerTree) -> None:
         """Know an owner from now on."""
@@ -208,7 +220,7 @@ class ExpertLineages:
         return [r for r, claim in tree.claims.items() if claim.until > known.stale.get(r, float("-inf"))]
 
     def _standing(self, line: Sequence[ExpertReign], tree: OwnerTree) -> dict[ExpertReign, float]:
-        """Expiry of the claims that stand now; if there are many, those of `line` first."""
+        """Expiry of the claims that stand now. If there are many, those of `line` first; others count as renewed."""
         claimed = [r for r in tree.nodes(self._seat, line) if r in tree.claims]
         return {r: tree.claims[r].until for r in claimed[:_STANDING]}
 
@@ -234,7 +246,7 @@ class ExpertLineages:
         handed = [r for r in tree.claims if (known.reign, r) in tree.handed and _is_near(r, known.reign)]
         back = [r for r in self._renewed(known, tree) if self._comes_back(r, known, tree, lives)]
         if handed or back:
-            self._become(now, uid, max(handed or back), tree)
+            self._become(now, uid, min(handed) if handed else max(back), tree)
             return False
         if lives:
             if known.until is not None:
@@ -255,11 +267,13 @@ class ExpertLineages:
         others = [r for r in tree.nodes(self._seat, line) if r not in line and r.generation >= known.reign.generation]
         late = [r for r in others if r in tree.claims and not self._is_early(uid, r, known)]
         linked = [r for r in late if self._is_next(r, line, tree)]
-        vouched = [r for r in others if self._is_vouched(r, known, tree, kept)]
         following = [r for r in late if r.generation == known.reign.generation + 1]
-        found = linked or vouched or ([] if kept else following)
-        if found:
-            self._become(now, uid, max(found), tree)
+        vouched = [r for r in others if self._is_vouched(r, known, tree, kept)]
+        if vouched and not linked:
+            linked = [max(vouched, key=lambda r: (tree.voices(r, self._seat), r))]
+        found = linked or ([] if kept else following)
+        if found:  # the lowest number: a higher one costs nothing
+            self._become(now, uid, min(found), tree)
             return False
         waits = False
         for reign in following:  # each uses up the turn of its network
@@ -285,7 +299,8 @@ class ExpertLineages:
 
     def _is_early(self, uid: Uid, reign: ExpertReign, known: _Known) -> bool:
         """True if a host claimed an expert while its owner still renewed its own claim."""
-        return self._first_seen.get((uid, reign), float("inf")) < known.renewed_at
+        first, _ = self._seen.get(uid, {}).get(reign, (float("inf"), 0.0))
+        return first < known.renewed_at
 
 
 def _is_near(reign: ExpertReign, before: ExpertReign, steps: int = 1) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
+from peerd.machine.experts.custody import SeenClaim
 from peerd.machine.owners.owner_tree import KeptCopy
 from tests.machine.owners.test_lineage import UID, P, Scene, of_a, peer, pointer
 
@@ -141,3 +143,36 @@ def test_an_heir_that_jumps_to_the_last_generation_is_not_followed() -> None:
     scene, _ = of_a()
     scene.keep(pointer("s", LAST, 50, after=pointer("a", 0, 50, heir="s")))
     assert scene.look(("a", 0), ("s", LAST), renewed="as")[:2] == ("a", 0)
+
+
+# --- heirs -----------------------------------------------------------------------------------------------------------
+
+
+def test_beside_an_heir_that_took_the_next_generation_nobody_is_followed_that_took_a_later_one() -> None:
+    scene, made = of_a()
+    scene.keep(pointer("b", 1, 40, after=made))
+    scene.keep(pointer("s", 3, 41, after=made))
+    for _ in range(6):
+        scene.look(("a", 0))
+    assert scene.look(("a", 0), ("b", 1), ("s", 3), renewed="bs")[:2] == ("b", 1)
+
+
+def test_a_stranger_that_claimed_early_is_passed_over_however_many_claims_of_other_experts_are_seen() -> None:
+    scene, made = of_a()
+    scene.keep(pointer("s", 1, 41, after=made))
+    others = [SeenClaim(peer("z"), 0, 40, 1.0)]
+    for _ in range(4):
+        scene.look(("a", 0), ("s", 1), renewed="as")
+        for number in range(600):
+            scene.lineages.settle(scene.now, Uid(0, (3 + number // 256, number % 256)), others, [])
+    for _ in range(20):
+        assert scene.look(("s", 1), renewed="s")[:2] == ("a", 0)
+
+
+def test_a_stranger_whose_early_claim_one_look_did_not_show_is_passed_over() -> None:
+    scene, made = of_a()
+    scene.keep(pointer("s", 1, 41, after=made))
+    for shown in (True, True, False):
+        scene.look(("a", 0), *[("s", 1)] * shown, renewed="as")
+    for _ in range(20):
+        assert scene.look(("s", 1), renewed="s")[:2] == ("a", 0)
