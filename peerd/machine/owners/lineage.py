@@ -6,7 +6,7 @@ as a link of a chain. A peer that knows the owner of an expert follows
 * the host to which that owner handed it, by its signature (`Pointer.heir`), unless the owner has made updates since;
 * once the owner's claim is gone, or was not renewed for longer than a period: a host that claims the next generation,
   and whose checkpoint goes on from one that a known owner signed (`Former`). Its claim comes before its checkpoint, so
-  others wait for it, for a while (`turns`). If no checkpoint of a known owner is left anywhere, no link is needed. A
+  others wait for it, for a while (`turns`). If no checkpoint of a known owner was left for a period, no link is needed. A
   host that made its claim while the owner still renewed its own is passed over, unless holders vouch for it;
 * after a partition: of two owners the one for which more networks vouch by holding its checkpoints. One that goes on
   from the other needs no more of them than the other has besides (`OwnerTree.beats`). Where the two hosts do not see
@@ -80,6 +80,7 @@ class ExpertLineages:
         self.turns = AdopterTurns(announce_s)
         self._announce_s, self._own, self._seat = announce_s, own, seat
         self._known = BoundedDict[Uid, _Known](EXPERTS_SEEN)
+        self._kept_at = BoundedDict[Uid, float](EXPERTS_SEEN)  # when a checkpoint of a known owner was seen last
         # Claims that stand or stood lately: when they were seen first, and last.
         self._seen = BoundedDict[Uid, dict[ExpertReign, tuple[float, float]]](EXPERTS_SEEN)
 
@@ -144,10 +145,15 @@ class ExpertLineages:
             return None
         return known.reign.owner
 
-    def settle(self, now: float, uid: Uid, claims: Sequence[SeenClaim], copies: Sequence[KeptCopy]) -> SettledOwner:
-        """The owner of an expert, by what the directory shows of it now. `copies`: the newest first."""
+    def settle(
+        self, now: float, uid: Uid, claims: Sequence[SeenClaim], copies: Sequence[KeptCopy], *, whole: bool = True
+    ) -> SettledOwner:
+        """The owner of an expert, by what the directory shows of it now. `copies`: the newest first; `whole`: if there
+        are none, none are in the directory.
+        """
         tree, generation, known = OwnerTree.of(claims, copies), self.hosted(uid), self._known.get(uid)
         self._note(now, uid, tree)
+        self._note_kept(now, uid, tree, whole)
         if known is not None and known.trail and known.linked:
             tree.link(known.trail[0], known.reign, given=known.given)
         waits = False
@@ -174,6 +180,17 @@ class ExpertLineages:
                 seen[reign] = seen.get(reign, (now, now))[0], now
         if seen or uid in self._seen:
             self._seen[uid] = seen
+
+    def _note_kept(self, now: float, uid: Uid, tree: OwnerTree, whole: bool) -> None:
+        """Note whether a checkpoint of a known owner is left; a look that may not show all of them says nothing."""
+        known = self._known.get(uid)
+        seen = known is not None and any(tree.holders.get(r) for r in (known.reign, *known.trail))
+        if seen or (not whole and self._is_kept(now, uid)):
+            self._kept_at[uid] = now
+
+    def _is_kept(self, now: float, uid: Uid) -> bool:
+        """True unless no checkpoint of a known owner was left for a period."""
+        return now < self._kept_at.get(uid, float("-inf")) + self._announce_s
 
     def _become(self, now: float, uid: Uid, reign: ExpertReign, tree: OwnerTree) -> None:
         """Know an owner from now on."""
@@ -263,7 +280,7 @@ class ExpertLineages:
     def _go_on(self, now: float, uid: Uid, known: _Known, tree: OwnerTree, size_bytes: int) -> bool:
         """Find the owner after one that is gone; True if it is worth to wait for one."""
         line = (known.reign, *known.trail)
-        kept = any(tree.holders.get(r) for r in line)
+        kept = self._is_kept(now, uid)
         others = [r for r in tree.nodes(self._seat, line) if r not in line and r.generation >= known.reign.generation]
         late = [r for r in others if r in tree.claims and not self._is_early(uid, r, known)]
         linked = [r for r in late if self._is_next(r, line, tree)]

@@ -136,14 +136,14 @@ class KeptDirectory:
         claimed = {prefix_key(self.run, prefix): prefix for prefix in prefixes}
         keys = [*kept, *claimed, holders_key(self.run)]
         timeout_s = timeout_s or self._patience_s
-        found = await self._peer.dht.get_many(keys, timeout_s=timeout_s, most_bytes=DIRECTORY_READ_BYTES)
+        found, whole = await self._peer.dht.read(keys, timeout_s=timeout_s, most_bytes=DIRECTORY_READ_BYTES)
         view = CustodyView(offers=self._offers(found.get(holders_key(self.run), [])))
         for key, prefix in claimed.items():
             await trio.lowlevel.checkpoint()  # a prefix may have a thousand claims
             for uid, claim in self._claims(prefix, found.get(key, [])):
                 view.told.setdefault(uid, []).append(claim)
         told = [each for key, prefix in kept.items() for each in self._shown(prefix, found.get(key, []))]
-        await self._settle(view, await self._copies(told if shown is None else [*told, (shown.peer, shown)]))
+        await self._settle(view, await self._copies(told if shown is None else [*told, (shown.peer, shown)]), whole)
         return view
 
     async def owners(self, prefixes: Sequence[Uid], before: Mapping[Uid, ExpertReign]) -> dict[Uid, PeerId]:
@@ -156,8 +156,8 @@ class KeptDirectory:
         view = await self.look(prefixes)
         return {uid: claim.peer for uid, claim in view.claims.items()}
 
-    async def _settle(self, view: CustodyView, copies: dict[Uid, list[KeptCopy]]) -> None:
-        """Fill in the owner of each expert, and what its owners kept."""
+    async def _settle(self, view: CustodyView, copies: dict[Uid, list[KeptCopy]], whole: bool) -> None:
+        """Fill in the owner of each expert, and what its owners kept. `whole`: some peer answered for each key."""
         uids, now = [*dict.fromkeys([*view.told, *copies])], trio.current_time()
         holders, claimants = list[PeerId](), list[PeerId]()
         for uid in uids:
@@ -172,14 +172,15 @@ class KeptDirectory:
         for number, uid in enumerate(uids):
             if number % 64 == 63:
                 await trio.lowlevel.checkpoint()
-            found = self.lineages.settle(trio.current_time(), uid, view.told.get(uid, ()), copies.get(uid, ()))
+            told, shown = view.told.get(uid, ()), copies.get(uid, ())
+            found = self.lineages.settle(trio.current_time(), uid, told, shown, whole=whole)
             if found.claim is not None:
                 view.claims[uid] = found.claim
             if found.kept:
                 view.kept[uid] = list(found.kept)
             if found.waits:
                 view.waits.add(uid)
-            self._name_strangers(uid, copies.get(uid, ()), found.kept)
+            self._name_strangers(uid, shown, found.kept)
 
     def _name_strangers(self, uid: Uid, shown: Sequence[KeptCopy], kept: Sequence[KeptCopy]) -> None:
         """Name the owners of checkpoints that do not count."""

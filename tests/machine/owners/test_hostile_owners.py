@@ -176,3 +176,16 @@ def test_a_stranger_whose_early_claim_one_look_did_not_show_is_passed_over() -> 
         scene.look(("a", 0), *[("s", 1)] * shown, renewed="as")
     for _ in range(20):
         assert scene.look(("s", 1), renewed="s")[:2] == ("a", 0)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_look_that_shows_no_checkpoints_makes_a_host_without_a_link_no_owner(whole: bool) -> None:
+    """A look may time out for the checkpoints alone; one that does not is believed once it was so for a period."""
+    scene, _ = of_a()
+    for _ in range(5):
+        scene.look(("a", 0))
+    scene.copies, scene.whole = [], whole
+    assert scene.look(("a", 0), ("s", 1), renewed="s")[:2] == ("a", 0)
+    for _ in range(6):
+        scene.look(("s", 1), renewed="s")
+    assert scene.look(("s", 1), renewed="s")[:2] == (("s", 1) if whole else ("a", 0))
