@@ -220,7 +220,7 @@ class ExpertLineages:
             rivals = known.rivals = RivalWatch(mine, known.trail, known.linked and bool(known.trail), anew, now)
         fresh = set(self._renewed(known, tree))
         known.since, renewed = now, [r for r in tree.nodes(self._seat, known.trail) if r in fresh]
-        rivals.see(now, renewed)
+        rivals.see(now, self._announce_s, renewed)
         for rival in renewed:
             if rival.owner != self._own and (
                 tree.beats(rival, mine, self._seat, living=True)
