@@ -15,6 +15,7 @@ as a link of a chain. A peer that knows the owner of an expert follows
 A peer that knows no owner, because it came just now or has seen none for long, believes the networks: honest holders
 keep no checkpoint from outside the lineage that they know. A holder has a voice only if this peer has a connection to
 it; all holders in one network (in a private network: at one address) have one voice, and none for a host beside them.
+All holders that this peer reaches over relays count as one network, whichever relays these are.
 
 A hostile peer with connections from as many networks as hold copies of an expert deceives a newcomer, or outvotes an
 owner. A stranger may also adopt an orphan, as every host may, and is its owner then. Turns bind honest peers only: a

@@ -18,7 +18,7 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 import trio
 
-from peerd.core.addr import parse_addr
+from peerd.core.addr import is_relayed, parse_addr
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, ProtocolViolation, RemoteError, TooSlow, Unreachable
@@ -57,6 +57,7 @@ M = TypeVar("M", Announced, HolderOffer, KeptExperts)
 GET: Final = "vault/2/get"
 _AT_ONCE: Final = 8  # records that are published
 _CALLED: Final = 32  # holders that one look calls to see where they are
+_RELAYED: Final = "behind relays"
 _SAID_AGAIN_S: Final = 600.0  # before the same peer's checkpoints are named again
 _NOTHING: Final = PieceWanted(bytes(DIGEST_BYTES), 0)
 
@@ -193,15 +194,20 @@ class KeptDirectory:
                 log.log(level, text, uid, owner)
 
     def seat(self, peer: PeerId) -> str | None:
-        """The network of a peer, or its address in a private network, as its connection shows; None without one."""
+        """The network of a peer, or its address in a private network, as its connection shows; None without one.
+
+        All peers behind relays are in one network: relays cost nothing, so their networks say nothing.
+        """
         if peer == self._peer.host.id:
-            addrs = self._peer.host.addrs()
-            user = user_at(peer.text, addrs[0]) if addrs else None
+            addr = next(iter(self._peer.host.addrs()), None)
         else:
             link = self._peer.host.links.best(peer)
-            user = user_at(peer.text, link.remote) if link is not None else None
-        if user is None:
+            addr = link.remote if link is not None else None
+        if addr is None:
             return None
+        if is_relayed(addr):
+            return _RELAYED
+        user = user_at(peer.text, addr)
         return user.place if user.region.startswith(NEAR) else user.region
 
     async def answers(self, peer: PeerId, timeout_s: float) -> bool:

@@ -1,0 +1,49 @@
+"""Directory of kept experts: hostile holders have few voices, are called last, and do not flood the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+from peerd.core.addr import Multiaddr, parse_addr
+from peerd.core.experts.grid import Uid
+from peerd.core.ids import PeerId
+from peerd.service.experts.kept_directory import KeptDirectory
+from tests.kit.expert_runs import expert_run
+from tests.worlds.machines.workers import InlineWorker
+from tests.worlds.network.hosts import keypair
+
+RUN = expert_run()
+UID = Uid(0, (1, 2))
+
+
+def peer(name: str) -> PeerId:
+    return keypair(name).peer_id
+
+
+@dataclass
+class Connected:
+    """A `VaultPeer` that has connections to these addresses, and nothing else."""
+
+    at: dict[PeerId, Multiaddr] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        best = lambda peer: SimpleNamespace(remote=self.at[peer]) if peer in self.at else None  # noqa: E731
+        self.host = SimpleNamespace(id=peer("own"), addrs=list, links=SimpleNamespace(best=best))
+
+    def directory(self) -> KeptDirectory:
+        return KeptDirectory(RUN, cast(Any, self), InlineWorker())
+
+
+def over_relay(number: int) -> Multiaddr:
+    return parse_addr(f"/ip4/8.8.{number}.4/tcp/4001/p2p/{peer('relay')}/p2p-circuit")
+
+
+def test_holders_behind_relays_of_many_networks_share_one_voice() -> None:
+    at = {peer(f"far{i}"): over_relay(i) for i in range(5)}
+    at |= {peer(f"near{i}"): parse_addr(f"/ip4/8.{i}.8.4/tcp/4001") for i in range(2)}
+    directory = Connected(at).directory()
+    assert len({directory.seat(peer(f"far{i}")) for i in range(5)}) == 1
+    assert len({directory.seat(each) for each in at}) == 3
+    assert directory.seat(peer("unknown")) is None
