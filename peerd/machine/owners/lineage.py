@@ -90,6 +90,11 @@ class ExpertLineages:
         known = self._known.get(uid)
         return known.reign if known is not None else None
 
+    def line(self, uid: Uid) -> tuple[ExpertReign, ...]:
+        """The last owner of an expert that is known, and those before it."""
+        known = self._known.get(uid)
+        return (known.reign, *known.trail) if known is not None else ()
+
     def found(self, pointer: Pointer) -> None:
         """Note a checkpoint that this peer held before it was started: of an owner that may be gone by now."""
         uid, reign = pointer.expert.uid, ExpertReign(pointer.generation, pointer.peer)

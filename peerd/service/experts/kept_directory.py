@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Final, Protocol, TypeVar
 
 import msgspec
@@ -56,7 +57,7 @@ log = logging.getLogger("peerd.service.experts.kept_directory")
 M = TypeVar("M", Announced, HolderOffer, KeptExperts)
 GET: Final = "vault/2/get"
 _AT_ONCE: Final = 8  # records that are published
-_CALLED: Final = 32  # holders that one look calls to see where they are
+_CALLED: Final = 32  # holders that one look calls to see where they are, those of known owners first
 _RELAYED: Final = "behind relays"
 _SAID_AGAIN_S: Final = 600.0  # before the same peer's checkpoints are named again
 _NOTHING: Final = PieceWanted(bytes(DIGEST_BYTES), 0)
@@ -160,16 +161,20 @@ class KeptDirectory:
     async def _settle(self, view: CustodyView, copies: dict[Uid, list[KeptCopy]], whole: bool) -> None:
         """Fill in the owner of each expert, and what its owners kept. `whole`: some peer answered for each key."""
         uids, now = [*dict.fromkeys([*view.told, *copies])], trio.current_time()
-        holders, claimants = list[PeerId](), list[PeerId]()
+        known, others = list[list[PeerId]](), list[list[PeerId]]()
         for uid in uids:
             claims, shown = view.told.get(uid, ()), copies.get(uid, ())
             if self.lineages.is_open(now, uid, claims, shown):
                 # Who adopts looks whether the last owner answers; to wait for it here, too, makes each look late.
-                gone = self.lineages.gone(now, uid, claims)
-                holders += [peer for copy in shown for peer in copy.holders if peer != gone]
-                claimants += [claim.peer for claim in claims if claim.peer != gone]
-        if holders or claimants:
-            await self._call([*holders, *claimants])
+                gone, line = self.lineages.gone(now, uid, claims), self.lineages.line(uid)
+                holders = dict[ExpertReign, list[PeerId]]()
+                for copy in shown:
+                    holders.setdefault(copy.reign, []).extend(peer for peer in copy.holders if peer != gone)
+                for reign, peers in holders.items():
+                    (known if reign in line else others).append(peers)
+                others.append([claim.peer for claim in claims if claim.peer != gone])
+        if known or others:
+            await self._call([*_in_turns(known), *_in_turns(others)])
         for number, uid in enumerate(uids):
             if number % 64 == 63:
                 await trio.lowlevel.checkpoint()
@@ -375,3 +380,8 @@ class KeptDirectory:
     def _own_addrs(self) -> list[str]:
         told = [str(addr) for addr in self._peer.host.addrs()]
         return [text for text in told if len(text) <= ADDR_BYTES][:ADDRS_PER_PEER]
+
+
+def _in_turns(lists: Sequence[Sequence[PeerId]]) -> list[PeerId]:
+    """The first of each list, then the second of each, and so on: no list crowds out the others."""
+    return [peer for each in zip_longest(*lists) for peer in each if peer is not None]

@@ -6,10 +6,15 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+import trio
+
 from peerd.core.addr import Multiaddr, parse_addr
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
-from peerd.service.experts.kept_directory import KeptDirectory
+from peerd.core.messages.experts import Name, Pointer
+from peerd.machine.owners.owner_tree import KeptCopy
+from peerd.service.experts.kept_directory import CustodyView, KeptDirectory
 from tests.kit.expert_runs import expert_run
 from tests.worlds.machines.workers import InlineWorker
 from tests.worlds.network.hosts import keypair
@@ -47,3 +52,31 @@ def test_holders_behind_relays_of_many_networks_share_one_voice() -> None:
     assert len({directory.seat(peer(f"far{i}")) for i in range(5)}) == 1
     assert len({directory.seat(each) for each in at}) == 3
     assert directory.seat(peer("unknown")) is None
+
+
+def copy(owner: str, generation: int, *holders: str) -> KeptCopy:
+    """A checkpoint; who signed it was checked before."""
+    made = Pointer(bytes(16), Name.of(UID), generation, 40, bytes(32), 1000, peer(owner).public_key)
+    return KeptCopy(made, [made.peer, *map(peer, holders)])
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_a_crowd_keeps_no_look_from_calling_the_holders_of_the_owners_checkpoints(known: bool) -> None:
+    directory = Connected().directory()
+    called = list[PeerId]()
+
+    async def answers(peer: PeerId, timeout_s: float) -> bool:
+        await trio.lowlevel.checkpoint()
+        called.append(peer)
+        return False
+
+    directory.answers = answers  # type: ignore[method-assign]
+    crowds = [[f"crowd{i}/{j}" for j in range(40)] for i in range(2)]
+    copies = [copy(f"s{i}", 1000 - i, *crowd) for i, crowd in enumerate(crowds)]
+    ours = copy("a", 0, "x", "y")
+    if known:
+        directory.lineages.found(ours.pointer)
+        copies += [copy(f"more{i}", 1, f"held{i}") for i in range(60)]
+    await directory._settle(CustodyView(), {UID: [*copies, ours]}, whole=True)
+    assert {peer("x"), peer("y")} <= set(called)
+    assert len(called) == 32
