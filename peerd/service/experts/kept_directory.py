@@ -59,7 +59,7 @@ GET: Final = "vault/2/get"
 _AT_ONCE: Final = 8  # records that are published
 _CALLED: Final = 32  # holders that one look calls to see where they are, those of known owners first
 _RELAYED: Final = "behind relays"
-_SAID_AGAIN_S: Final = 600.0  # before the same peer's checkpoints are named again
+_SAID_AGAIN_S: Final = 600.0  # before the same fault of a peer is a warning again
 _NOTHING: Final = PieceWanted(bytes(DIGEST_BYTES), 0)
 
 
@@ -108,11 +108,12 @@ class KeptDirectory:
         # A peer that was lost holds up whoever asks it; what was found, or told, by then has to do.
         self._patience_s = min(10.0, max(1.0, run.experts.announce_s / 8))
         self._ttl_s = max(3 * run.experts.announce_s, 5.0)
-        self._genuine = BoundedDict[bytes, None](4 * KEPT_EXPERTS)  # signatures of pointers that were checked
+        self._genuine = BoundedDict[bytes, None](4 * KEPT_EXPERTS)  # pointers whose signatures were checked
+        self._forged = BoundedDict[bytes, None](KEPT_EXPERTS)
         self._announce_s = run.experts.announce_s
         self.lineages = ExpertLineages(run.experts.announce_s, peer.host.id, self.seat)
         self._silent = BoundedDict[PeerId, float](KEPT_EXPERTS)  # peers that did not answer, until when
-        self._said = BoundedDict[PeerId, float](KEPT_EXPERTS)  # owners outside the lineage, until when
+        self._said = BoundedDict[tuple[PeerId, str], float](KEPT_EXPERTS)  # what the log blames on whom, until when
         self._published: dict[tuple[Key, bytes], tuple[object, float]] = {}  # what of it is told anew, and when it was
 
     @property
@@ -190,13 +191,19 @@ class KeptDirectory:
 
     def _name_strangers(self, uid: Uid, shown: Sequence[KeptCopy], kept: Sequence[KeptCopy]) -> None:
         """Name the owners of checkpoints that do not count."""
-        now, counted = trio.current_time(), {copy.pointer.peer for copy in kept}
+        counted = {copy.pointer.peer for copy in kept}
         for owner in dict.fromkeys(copy.pointer.peer for copy in shown):
             if owner not in counted:
-                level = logging.WARNING if self._said.get(owner, now) <= now else logging.DEBUG
-                self._said.setdefault(owner, now + _SAID_AGAIN_S)
                 text = "skipped a checkpoint of expert %s by peer %s: it is not an owner in the lineage that is known"
-                log.log(level, text, uid, owner)
+                self.blame(owner, text, uid, owner)
+
+    def blame(self, peer: PeerId, text: str, *facts: object) -> None:
+        """Log what a peer did wrong as a warning; if it does the same again within ten minutes, for debugging only."""
+        now, known = trio.current_time(), (peer, text)
+        again = self._said.get(known, now) > now
+        if not again:
+            self._said[known] = now + _SAID_AGAIN_S
+        log.log(logging.DEBUG if again else logging.WARNING, text, *facts)
 
     def seat(self, peer: PeerId) -> str | None:
         """The network of a peer, or its address in a private network, as its connection shows; None without one.
@@ -285,21 +292,23 @@ class KeptDirectory:
     async def _copies(self, shown: list[tuple[PeerId, Pointer]]) -> dict[Uid, list[KeptCopy]]:
         """The pointers that their owners signed, the newest of each expert first."""
         told = [(holder, pointer, encode(pointer)) for holder, pointer in shown]
-        new = {whole: pointer for _, pointer, whole in told if whole not in self._genuine}
+        signed = {whole for _, _, whole in told if whole in self._genuine}
+        new = {whole: pointer for _, pointer, whole in told if whole not in signed and whole not in self._forged}
         if new:
 
             def genuine() -> list[bytes]:
                 return [whole for whole, pointer in new.items() if pointer.is_signed()]
 
-            for whole in await self._worker.run(genuine, name="check signatures of checkpoints"):
-                self._genuine[whole] = None
+            signed.update(await self._worker.run(genuine, name="check signatures of checkpoints"))
+            for whole in new:
+                (self._genuine if whole in signed else self._forged)[whole] = None
         copies = dict[bytes, KeptCopy]()
         for holder, pointer, whole in told:
-            if whole in self._genuine:
+            if whole in signed:
                 copies.setdefault(whole, KeptCopy(pointer)).holders.append(holder)
             else:
-                uid = pointer.expert.uid
-                log.warning("skipped a checkpoint of expert %s that peer %s shows: its owner did not sign", uid, holder)
+                text = "skipped a checkpoint of expert %s that peer %s shows: its owner did not sign"
+                self.blame(holder, text, pointer.expert.uid, holder)
         found = dict[Uid, list[KeptCopy]]()
         for copy in sorted(copies.values(), key=lambda c: c.pointer.rank, reverse=True):
             found.setdefault(copy.pointer.expert.uid, []).append(copy)
@@ -321,7 +330,7 @@ class KeptDirectory:
             except ConfigError as error:
                 raise ProtocolViolation(str(error)) from None
         except ProtocolViolation as error:
-            log.warning("skipped a record: %s", error.blame(record.publisher))
+            self.blame(record.publisher, "skipped a record: %s", error.blame(record.publisher))
             return None
         return read
 

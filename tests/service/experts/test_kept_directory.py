@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from peerd.core.addr import Multiaddr, parse_addr
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
-from peerd.core.messages.experts import Name, Pointer
+from peerd.core.messages.experts import HolderOffer, Name, Pointer
 from peerd.machine.owners.owner_tree import KeptCopy
 from peerd.service.experts.kept_directory import CustodyView, KeptDirectory
 from tests.kit.expert_runs import expert_run
@@ -35,6 +37,7 @@ class Connected:
 
     def __post_init__(self) -> None:
         best = lambda peer: SimpleNamespace(remote=self.at[peer]) if peer in self.at else None  # noqa: E731
+        self.rpc = SimpleNamespace(gate=None)
         self.host = SimpleNamespace(id=peer("own"), addrs=list, links=SimpleNamespace(best=best))
 
     def directory(self) -> KeptDirectory:
@@ -80,3 +83,37 @@ async def test_a_crowd_keeps_no_look_from_calling_the_holders_of_the_owners_chec
     await directory._settle(CustodyView(), {UID: [*copies, ours]}, whole=True)
     assert {peer("x"), peer("y")} <= set(called)
     assert len(called) == 32
+
+
+# --- the log ---------------------------------------------------------------------------------------------------------
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> int:
+    """Warnings since the last call."""
+    count = sum(record.levelno >= logging.WARNING for record in caplog.records)
+    caplog.clear()
+    return count
+
+
+async def test_a_fault_of_a_peer_is_a_warning_once_in_ten_minutes_for_ever(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = Connected().directory()
+    directory.lineages.found(copy("a", 0).pointer)
+    for _ in range(3):
+        for _ in range(20):
+            directory._name_strangers(UID, [copy("s", 0)], [])
+            forged = copy("a", 0).pointer  # its owner did not sign it
+            assert await directory._copies([(peer("liar"), forged)]) == {}
+            record = SimpleNamespace(publisher=peer("garbler"), value=b"no record")
+            assert directory._read(HolderOffer, cast(Any, record), "expert") is None
+        assert warnings(caplog) == 3
+        await trio.sleep(601)
+
+
+async def test_a_signature_that_was_found_false_is_not_verified_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, verified = Connected().directory(), list[Pointer]()
+    monkeypatch.setattr(Pointer, "is_signed", lambda pointer: bool(verified.append(pointer)))
+    for _ in range(5):
+        assert await directory._copies([(peer("liar"), copy("a", 0).pointer)]) == {}
+    assert len(verified) == 1
