@@ -6,8 +6,8 @@ as a link of a chain. A peer that knows the owner of an expert follows
 * the host to which that owner handed it, by its signature (`Pointer.heir`), unless the owner has made updates since;
 * once the owner's claim is gone, or was not renewed for longer than a period: a host that claims the next generation,
   and whose checkpoint goes on from one that a known owner signed (`Former`). Its claim comes before its checkpoint, so
-  others wait for it, for a while (`turns`). If no checkpoint of a known owner was left for a period, no link is needed. A
-  host that made its claim while the owner still renewed its own is passed over, unless holders vouch for it;
+  others wait for it, for a while (`turns`). If no checkpoint of a known owner was left for a period, it needs no link.
+  A host that made its claim while the owner still renewed its own is passed over, unless holders vouch for it;
 * after a partition: of two owners the one for which more networks vouch by holding its checkpoints. One that goes on
   from the other needs no more of them than the other has besides (`OwnerTree.beats`). Where the two hosts do not see
   the same networks, an order settles which of them yields (`rivals`), and the others follow the one that is left.

@@ -11,7 +11,6 @@ from peerd.machine.owners.owner_tree import KeptCopy
 from tests.machine.owners.test_lineage import UID, P, Scene, of_a, peer, pointer
 
 
-
 def host_of(generation: int, *, name: str = "a", former: str = "c") -> Scene:
     """A scene of a host that has owned the expert for long, with two holders."""
     scene = Scene(name)
@@ -48,15 +47,15 @@ def test_more_identities_in_as_many_networks_do_not_outvote_a_living_host() -> N
 # --- hand-overs ------------------------------------------------------------------------------------------------------
 
 
-def test_a_hand_over_that_was_refused_is_void_once_the_owner_signs_another_update() -> None:
-    for own in ("a", "watcher"):
-        scene = Scene(own)
-        scene.lineages.hosted = lambda _, at=0 if own == "a" else None: at  # type: ignore[misc]
-        scene.keep(pointer("a", 0, 51), "x", "y")
-        scene.look(("a", 0), renewed="a")
-        scene.keep(pointer("s", 1, 51, after=pointer("a", 0, 50, heir="s")))
-        for _ in range(20):
-            assert scene.look(("a", 0), ("s", 1), renewed="as")[:2] == ("a", 0), own
+@pytest.mark.parametrize("own", ["a", "watcher"])
+def test_a_hand_over_that_was_refused_is_void_once_the_owner_signs_another_update(own: str) -> None:
+    scene = Scene(own)
+    scene.lineages.hosted = lambda _: 0 if own == "a" else None
+    scene.keep(pointer("a", 0, 51), "x", "y")
+    scene.look(("a", 0), renewed="a")
+    scene.keep(pointer("s", 1, 51, after=pointer("a", 0, 50, heir="s")))
+    for _ in range(20):
+        assert scene.look(("a", 0), ("s", 1), renewed="as")[:2] == ("a", 0)
 
 
 def test_a_hand_over_that_was_refused_is_void_once_the_owner_announces_another_update() -> None:

@@ -12,9 +12,11 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.addr import Multiaddr, parse_addr
-from peerd.core.experts.grid import Uid
-from peerd.core.ids import PeerId
-from peerd.core.messages.experts import HolderOffer, Name, Pointer
+from peerd.core.experts.grid import Uid, bitmap, grid_of, prefix_key
+from peerd.core.ids import Key, PeerId
+from peerd.core.messages.encoding import encode
+from peerd.core.messages.experts import Announced, HolderOffer, Name, Pointer
+from peerd.machine.owners.lineage import SettledOwner
 from peerd.machine.owners.owner_tree import KeptCopy
 from peerd.service.experts.kept_directory import CustodyView, KeptDirectory
 from tests.kit.expert_runs import expert_run
@@ -38,7 +40,9 @@ class Connected:
     def __post_init__(self) -> None:
         best = lambda peer: SimpleNamespace(remote=self.at[peer]) if peer in self.at else None  # noqa: E731
         self.rpc = SimpleNamespace(gate=None)
-        self.host = SimpleNamespace(id=peer("own"), addrs=list, links=SimpleNamespace(best=best))
+        learn = lambda *_, **__: None  # noqa: E731
+        self.dht = SimpleNamespace()
+        self.host = SimpleNamespace(id=peer("own"), addrs=list, learn=learn, links=SimpleNamespace(best=best))
 
     def directory(self) -> KeptDirectory:
         return KeptDirectory(RUN, cast(Any, self), InlineWorker())
@@ -83,6 +87,24 @@ async def test_a_crowd_keeps_no_look_from_calling_the_holders_of_the_owners_chec
     await directory._settle(CustodyView(), {UID: [*copies, ours]}, whole=True)
     assert {peer("x"), peer("y")} <= set(called)
     assert len(called) == 32
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_a_look_without_an_answer_for_some_key_is_not_whole(answered: bool) -> None:
+    announced = Announced(Name.of(UID.prefix), bitmap([2], grid_of(RUN).sides[-1]), [1], [40], 0.0, [])
+    record = SimpleNamespace(publisher=peer("s"), value=encode(announced), expires=60.0)
+    looks = list[bool]()
+
+    async def read(keys: list[Key], **_: Any) -> tuple[dict[Key, list[Any]], bool]:
+        await trio.lowlevel.checkpoint()
+        return {prefix_key(RUN.run, UID.prefix): [record]}, answered
+
+    connected = Connected()
+    connected.dht = SimpleNamespace(read=read)
+    directory = connected.directory()
+    directory.lineages.settle = lambda *_, whole: looks.append(whole) or SettledOwner()  # type: ignore[assignment]
+    await directory.look([UID.prefix])
+    assert looks == [answered]
 
 
 # --- the log ---------------------------------------------------------------------------------------------------------
