@@ -5,8 +5,8 @@ Once in an announcement period this host looks who has places for experts, and w
 The next host fetches and checks the state, hosts it in the next generation, announces it, and answers; this one gives
 it up only when that claim stands in the directory. Whatever fails before, it goes on here, and nothing is lost. If only
 the answer was lost, the next host owns the expert by this host's signature, until this host announces or signs another
-update: then the signature is void, and one of the two yields as after a partition (`machine.owners`). A host that leaves hands over all that others
-have places for, as far as the time allows; the rest is adopted from its checkpoints.
+update: then the signature is void, and one of the two yields as after a partition (`machine.owners`). A host that
+leaves hands over all that others have places for, as far as the time allows; the rest is adopted from its checkpoints.
 
 A hostile host may ask others to take what it does not own (the claim in the directory, and its signature, decide), send
 no state or drip it (it has a deadline), or promise to take experts and not host them: they stay, and it is left alone
