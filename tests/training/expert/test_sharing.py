@@ -238,3 +238,22 @@ async def test_an_expert_stays_with_a_host_whose_taker_skips_generations(
         await trio.sleep(5 * ANNOUNCE_S)
         assert sorted(full.experts) == UIDS
         assert "not in the next one" in full.events("expert.kept_here")[0]["reason"]
+
+
+async def test_an_expert_whose_taker_claims_it_has_moved_though_the_answer_is_lost(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with expert_swarm(tmp_path, RUN) as swarm:
+        full, moved = await full_host(swarm), list[Uid]()
+
+        async def take(call: Incoming[TakeOver]) -> Answer[TakenOver]:
+            taker, uid = swarm.peers["other"], call.body.pointer.expert.uid
+            await swarm.claim(taker, uid, hosted={uid: FakeHosted(FakeExpert(uid, 40, "other"), 1)})
+            moved.append(uid)
+            await trio.sleep_forever()
+            raise AssertionError
+
+        await offering(swarm, take)
+        await trio.sleep(ANNOUNCE_S + 25)
+        assert sorted([*full.experts, *moved[:1]]) == UIDS
+        assert "owns it in generation 1" in full.dropped[moved[0]]
