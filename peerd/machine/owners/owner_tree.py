@@ -67,7 +67,8 @@ class OwnerTree:
             if former is not None and copy.pointer.continues():
                 reign = ExpertReign(former.generation, former.peer)
                 # An owner that made more updates has kept the expert: whom it once offered it to is no heir.
-                given = former.heir == copy.pointer.owner and former.version >= newest.get(reign, 0)
+                offered = former.heir == copy.pointer.owner and copy.pointer.generation == former.generation + 1
+                given = offered and former.version >= newest.get(reign, 0)
                 tree.link(reign, copy.reign, given=given)
         return tree
 
