@@ -167,7 +167,7 @@ class ExpertLineages:
             self._be_host(now, uid, ExpertReign(generation, self._own), tree)
         else:
             size = copies[0].pointer.size_bytes if copies else 0
-            waits = self._follow(now, uid, tree, size)
+            waits = self._follow(now, uid, tree, size, whole)
         known = self._known.get(uid)
         if known is None:
             return SettledOwner()
@@ -257,16 +257,17 @@ class ExpertLineages:
             known.until, known.since = None, now
         return now < known.since + self._announce_s * (_UNCLAIMED if until is None else _RENEWED)
 
-    def _follow(self, now: float, uid: Uid, tree: OwnerTree, size_bytes: int) -> bool:
+    def _follow(self, now: float, uid: Uid, tree: OwnerTree, size_bytes: int, whole: bool) -> bool:
         """Follow the owner's successor, if there is one; True if some host may be about to be one."""
         known = self._known.get(uid)
         lives = known is not None and self._lives(now, known, tree)
         if known is None or now > known.since + _REMEMBERED * self._announce_s:
-            best = tree.best(self._seat)
+            # A look that may have missed the checkpoints would make the owner of whoever claims the expert.
+            best = tree.best(self._seat) if whole or tree.holders else None
             if best is not None and (known is None or best != known.reign):
                 self._become(now, uid, best, tree)
             return False
-        handed = [r for r in tree.claims if (known.reign, r) in tree.handed and _is_near(r, known.reign)]
+        handed = [r for r in tree.claims if (known.reign, r) in tree.handed]
         back = [r for r in self._renewed(known, tree) if self._comes_back(r, known, tree, lives)]
         if handed or back:
             self._become(now, uid, min(handed) if handed else max(back), tree)

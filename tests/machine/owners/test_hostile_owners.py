@@ -138,8 +138,10 @@ def test_an_owner_that_jumps_to_the_last_generation_is_not_followed() -> None:
     assert scene.look(("a", 0), ("a", 1), renewed="a")[:2] == ("a", 1)
 
 
-def test_an_heir_that_jumps_to_the_last_generation_is_not_followed() -> None:
-    scene, _ = of_a()
+@pytest.mark.parametrize("own", ["a", "watcher"])
+def test_an_heir_that_jumps_to_the_last_generation_is_not_followed(own: str) -> None:
+    scene, _ = of_a(own=own)
+    scene.lineages.hosted = lambda _: 0 if own == "a" else None
     scene.keep(pointer("s", LAST, 50, after=pointer("a", 0, 50, heir="s")))
     assert scene.look(("a", 0), ("s", LAST), renewed="as")[:2] == ("a", 0)
 
@@ -188,3 +190,11 @@ def test_a_look_that_shows_no_checkpoints_makes_a_host_without_a_link_no_owner(w
     for _ in range(6):
         scene.look(("s", 1), renewed="s")
     assert scene.look(("s", 1), renewed="s")[:2] == (("s", 1) if whole else ("a", 0))
+
+
+def test_a_newcomer_believes_no_claim_in_a_look_that_may_have_missed_the_checkpoints() -> None:
+    scene = Scene(whole=False)
+    claims = [SeenClaim(peer("s"), 0, 40, 1.0)]
+    assert scene.lineages.settle(0.0, UID, claims, [], whole=False).claim is None
+    scene.keep(pointer("a", 1), "x", "y")
+    assert scene.look(("s", 0), ("a", 1), renewed="as")[:2] == ("a", 1)
