@@ -224,14 +224,12 @@ class ExpertLineages:
         rivals = known.rivals
         if rivals is None:
             rivals = known.rivals = RivalWatch(mine, known.trail, known.linked and bool(known.trail), anew, now)
-        fresh = set(self._renewed(known, tree))
-        known.since, renewed = now, [r for r in tree.nodes(self._seat, known.trail) if r in fresh]
+        fresh = {r for r in self._renewed(known, tree) if r.owner != self._own}
+        known.since, renewed = now, [r for r in tree.nodes(self._seat, known.trail) if r in fresh] if fresh else []
         rivals.see(now, self._announce_s, renewed)
         for rival in renewed:
-            if rival.owner != self._own and (
-                tree.beats(rival, mine, self._seat, living=True)
-                or rivals.yields_to(now, self._announce_s, rival, tree, self._seat)
-            ):
+            beaten = tree.beats(rival, mine, self._seat, living=True)
+            if beaten or rivals.yields_to(now, self._announce_s, rival, tree, self._seat):
                 self._become(now, uid, rival, tree)
                 self._known[uid].instead_of = mine
                 return
@@ -244,7 +242,9 @@ class ExpertLineages:
 
     def _standing(self, line: Sequence[ExpertReign], tree: OwnerTree) -> dict[ExpertReign, float]:
         """Expiry of the claims that stand now. If there are many, those of `line` first; others count as renewed."""
-        claimed = [r for r in tree.nodes(self._seat, line) if r in tree.claims]
+        claimed = [*tree.claims]
+        if len(claimed) > _STANDING:
+            claimed = [r for r in tree.nodes(self._seat, line) if r in tree.claims]
         return {r: tree.claims[r].until for r in claimed[:_STANDING]}
 
     def _lives(self, now: float, known: _Known, tree: OwnerTree) -> bool:

@@ -115,6 +115,23 @@ def test_the_network_of_a_peer_is_looked_up_once_in_a_look_however_many_claim_th
     assert len(asked) == len(set(asked)) <= 1 + 50 + 60
 
 
+@pytest.mark.parametrize("own", ["a", "watcher"])
+def test_no_network_is_looked_up_while_nobody_contests_an_expert(own: str) -> None:
+    scene, asked = Scene(own), list[PeerId]()
+    scene.keep(pointer("a"), "x", "y")
+    scene.lineages.hosted = lambda _: 0 if own == "a" else None
+    scene.look(("a", 0), renewed="a")
+
+    def seat(who: PeerId) -> str:
+        asked.append(who)
+        return who.text
+
+    scene.lineages._seat = seat
+    for _ in range(5):
+        scene.look(("a", 0), renewed="a")
+    assert not asked
+
+
 def test_claims_of_a_crowd_are_not_all_remembered() -> None:
     scene, crowd = Scene(), [(f"crowd{i}", 5) for i in range(200)]
     scene.look(("a", 0), *crowd, renewed="a")
