@@ -12,7 +12,9 @@ it seen more networks on the other side.
   checkpoints do. If both name it, the host in the higher generation yields; in one generation, the one with the lower
   peer id.
 * A host that began an expert anew, without anybody's checkpoint, yields to whoever comes first in generation and peer
-  id, and after twelve periods to the other one, too: that one may have a history, and does not yield then.
+  id, at once if that host shows up within its first four periods and as many networks vouch for it, since hosts often
+  begin a free expert together. After twelve periods it yields to the other one, too: that one may have a history, and
+  does not yield then.
 
 A host yields to nobody else by this order, whatever that peer claims and signs:
 
@@ -36,6 +38,7 @@ from peerd.machine.owners.owner_tree import ExpertReign, OwnerTree, Seat
 
 _SEEN_PERIODS: Final = 1.1  # a rival that was not seen for longer is a new one when it shows up again
 _PATIENCE_PERIODS: Final = 4.0  # longer than a claim lives that is not renewed
+_NEW_PERIODS: Final = 4.0  # in which a host that began anew has nothing to lose, and need not be patient
 _LONG_PERIODS: Final = 12.0  # patience with a rival that does not come first
 _YOUNG_PERIODS: Final = 256.0  # the longest partition after which the order decides
 _ANEW_PERIODS: Final = 64.0  # likewise for a host that began anew: it yields to anybody, and soon has much to lose
@@ -71,12 +74,14 @@ class RivalWatch:
         owned_periods = (since - self.began_at) / period_s
         if owned_periods > _YOUNG_PERIODS or not self._is_vouched(rival, tree, seat):
             return False
-        return now >= since + self._patience_periods(rival, tree, owned_periods) * period_s
+        ahead = tree.voices(rival, seat)[0] >= tree.voices(self.own, seat)[0]
+        return now >= since + self._patience_periods(rival, tree, owned_periods, ahead=ahead) * period_s
 
-    def _patience_periods(self, rival: ExpertReign, tree: OwnerTree, owned_periods: float) -> float:
+    def _patience_periods(self, rival: ExpertReign, tree: OwnerTree, owned_periods: float, *, ahead: bool) -> float:
         """Periods that both may claim the expert until this host yields; infinity if it does not.
 
-        `owned_periods`: for how long this host had owned the expert when the rival showed up.
+        `owned_periods`: for how long this host had owned the expert when the rival showed up; `ahead`: as many networks
+        vouch for the rival, as far as this host can see.
         """
         line = {*self.followed, *tree.before(self.own)}
         if rival in line:
@@ -86,6 +91,8 @@ class RivalWatch:
         first = tree.comes_first(rival, self.own)
         if tree.below(rival, line) and (first or not self.linked):
             return _PATIENCE_PERIODS
+        if self.anew and first and owned_periods <= _NEW_PERIODS and ahead:
+            return 0.0
         if self.anew and owned_periods <= _ANEW_PERIODS:
             return _PATIENCE_PERIODS if first else _LONG_PERIODS
         return float("inf")

@@ -177,7 +177,7 @@ async def test_a_host_that_starts_again_names_the_experts_that_it_leaves_to_late
         host.peer.vault.directory.lineages.gave(trio.current_time(), A, 1, other.peer.id)
         await other.publish(1, 41, former=before.as_former(), began=before.version)
         await other.claim(1)
-        await trio.sleep(ANNOUNCE_S)
+        await trio.sleep(2 * ANNOUNCE_S)
         keeper = VaultKeeper(host.ctx, cast(Any, host))
         keeper.vault = host.peer.vault
         assert await keeper.recall() == {}
