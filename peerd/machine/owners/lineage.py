@@ -3,11 +3,11 @@
 Anybody can make an identity, announce an expert in any generation and sign a checkpoint of it. So an owner counts only
 as a link of a chain. A peer that knows the owner of an expert follows
 
-* the host to which that owner handed it, by its signature (`Pointer.heir`);
+* the host to which that owner handed it, by its signature (`Pointer.heir`), unless the owner has made updates since;
 * once the owner's claim is gone, or was not renewed for longer than a period: a host that claims the next generation,
   and whose checkpoint goes on from one that a known owner signed (`Former`). Its claim comes before its checkpoint, so
-  others wait for it, for a while (`turns`). If no checkpoint of a known owner is left anywhere, no link is needed. A
-  host that made its claim while the owner still renewed its own is passed over, unless holders vouch for it;
+  others wait for it, for a while (`turns`). If no checkpoint of a known owner was left for a period, it needs no link.
+  A host that made its claim while the owner still renewed its own is passed over, unless holders vouch for it;
 * after a partition: of two owners the one for which more networks vouch by holding its checkpoints. One that goes on
   from the other needs no more of them than the other has besides (`OwnerTree.beats`). Where the two hosts do not see
   the same networks, an order settles which of them yields (`rivals`), and the others follow the one that is left.
@@ -15,9 +15,12 @@ as a link of a chain. A peer that knows the owner of an expert follows
 A peer that knows no owner, because it came just now or has seen none for long, believes the networks: honest holders
 keep no checkpoint from outside the lineage that they know. A holder has a voice only if this peer has a connection to
 it; all holders in one network (in a private network: at one address) have one voice, and none for a host beside them.
+All holders that this peer reaches over relays count as one network, whichever relays these are.
 
 A hostile peer with connections from as many networks as hold copies of an expert deceives a newcomer, or outvotes an
-owner. A stranger may also adopt an orphan in its turn, as every host may, and is its owner then.
+owner. A stranger may also adopt an orphan, as every host may, and is its owner then. Turns bind honest peers only: a
+stranger that claims an orphan right after its owner is gone, and signs a checkpoint that goes on from the owner's, is
+followed before the peers whose turn it was.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from typing import Final
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
-from peerd.core.limits import EXPERTS_SEEN, LINKS
+from peerd.core.limits import EXPERTS_SEEN
 from peerd.core.messages.experts import Former, Pointer
 from peerd.machine.experts.custody import SeenClaim
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy, OwnerTree, Seat
@@ -40,6 +43,7 @@ _RENEWED: Final = 1.1  # periods that a claim lives without its host having rene
 _UNCLAIMED: Final = 0.5  # periods that an owner without a claim is still the owner
 _REMEMBERED: Final = 8.0  # periods without an owner, after which the networks are believed instead
 _UNSAVED: Final = 2  # owners in a row that may have gone before they made a checkpoint
+_STANDING: Final = 64  # claims of one expert that are remembered
 _TRAIL: Final = 8  # earlier owners that are remembered
 
 
@@ -77,12 +81,19 @@ class ExpertLineages:
         self.turns = AdopterTurns(announce_s)
         self._announce_s, self._own, self._seat = announce_s, own, seat
         self._known = BoundedDict[Uid, _Known](EXPERTS_SEEN)
-        self._first_seen = BoundedDict[tuple[Uid, ExpertReign], float](LINKS)  # claims
+        self._kept_at = BoundedDict[Uid, float](EXPERTS_SEEN)  # when a checkpoint of a known owner was seen last
+        # Claims that stand or stood lately: when they were seen first, and last.
+        self._seen = BoundedDict[Uid, dict[ExpertReign, tuple[float, float]]](EXPERTS_SEEN)
 
     def owner(self, uid: Uid) -> ExpertReign | None:
         """The last owner of an expert that is known, living or not."""
         known = self._known.get(uid)
         return known.reign if known is not None else None
+
+    def line(self, uid: Uid) -> tuple[ExpertReign, ...]:
+        """The last owner of an expert that is known, and those before it."""
+        known = self._known.get(uid)
+        return (known.reign, *known.trail) if known is not None else ()
 
     def found(self, pointer: Pointer) -> None:
         """Note a checkpoint that this peer held before it was started: of an owner that may be gone by now."""
@@ -140,11 +151,15 @@ class ExpertLineages:
             return None
         return known.reign.owner
 
-    def settle(self, now: float, uid: Uid, claims: Sequence[SeenClaim], copies: Sequence[KeptCopy]) -> SettledOwner:
-        """The owner of an expert, by what the directory shows of it now. `copies`: the newest first."""
+    def settle(
+        self, now: float, uid: Uid, claims: Sequence[SeenClaim], copies: Sequence[KeptCopy], *, whole: bool = True
+    ) -> SettledOwner:
+        """The owner of an expert, by what the directory shows of it now. `copies`: the newest first; `whole`: if there
+        are none, none are in the directory.
+        """
         tree, generation, known = OwnerTree.of(claims, copies), self.hosted(uid), self._known.get(uid)
-        for reign in tree.claims:
-            self._first_seen.setdefault((uid, reign), now)
+        self._note(now, uid, tree)
+        self._note_kept(now, uid, tree, whole)
         if known is not None and known.trail and known.linked:
             tree.link(known.trail[0], known.reign, given=known.given)
         waits = False
@@ -152,7 +167,7 @@ class ExpertLineages:
             self._be_host(now, uid, ExpertReign(generation, self._own), tree)
         else:
             size = copies[0].pointer.size_bytes if copies else 0
-            waits = self._follow(now, uid, tree, size)
+            waits = self._follow(now, uid, tree, size, whole)
         known = self._known.get(uid)
         if known is None:
             return SettledOwner()
@@ -162,6 +177,27 @@ class ExpertLineages:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
+    def _note(self, now: float, uid: Uid, tree: OwnerTree) -> None:
+        """Note the claims that stand now; if there are many, those that were seen first."""
+        lately = now - _RENEWED * self._announce_s
+        seen = {r: (first, last) for r, (first, last) in self._seen.get(uid, {}).items() if last >= lately}
+        for reign in tree.claims:
+            if reign in seen or len(seen) < _STANDING:
+                seen[reign] = seen.get(reign, (now, now))[0], now
+        if seen or uid in self._seen:
+            self._seen[uid] = seen
+
+    def _note_kept(self, now: float, uid: Uid, tree: OwnerTree, whole: bool) -> None:
+        """Note whether a checkpoint of a known owner is left; a look that may not show all of them says nothing."""
+        known = self._known.get(uid)
+        seen = known is not None and any(tree.holders.get(r) for r in (known.reign, *known.trail))
+        if seen or (not whole and self._is_kept(now, uid)):
+            self._kept_at[uid] = now
+
+    def _is_kept(self, now: float, uid: Uid) -> bool:
+        """True unless no checkpoint of a known owner was left for a period."""
+        return now < self._kept_at.get(uid, float("-inf")) + self._announce_s
+
     def _become(self, now: float, uid: Uid, reign: ExpertReign, tree: OwnerTree) -> None:
         """Know an owner from now on."""
         known, trail = self._known.get(uid), list(tree.before(reign))
@@ -169,9 +205,10 @@ class ExpertLineages:
         if known is not None:
             trail += [r for r in (known.reign, *known.trail) if r < reign and r not in trail]
         claim = tree.claims.get(reign)
-        stale = {r: other.until for r, other in tree.claims.items() if r != reign}
         until = claim.until if claim is not None else None
-        self._known[uid] = _Known(reign, until, now, tuple(trail[:_TRAIL]), linked=linked, stale=stale)
+        line = tuple(trail[:_TRAIL])
+        stale = {r: at for r, at in self._standing(line, tree).items() if r != reign}
+        self._known[uid] = _Known(reign, until, now, line, linked=linked, stale=stale)
         if claim is not None:
             self.turns.settled(uid)
 
@@ -187,13 +224,12 @@ class ExpertLineages:
         rivals = known.rivals
         if rivals is None:
             rivals = known.rivals = RivalWatch(mine, known.trail, known.linked and bool(known.trail), anew, now)
-        known.since, renewed = now, self._renewed(known, tree)
-        rivals.see(now, renewed)
-        for rival in sorted(renewed, reverse=True):
-            if rival.owner != self._own and (
-                tree.beats(rival, mine, self._seat, living=True)
-                or rivals.yields_to(now, self._announce_s, rival, tree, self._seat)
-            ):
+        fresh = {r for r in self._renewed(known, tree) if r.owner != self._own}
+        known.since, renewed = now, [r for r in tree.nodes(self._seat, known.trail) if r in fresh] if fresh else []
+        rivals.see(now, self._announce_s, renewed)
+        for rival in renewed:
+            beaten = tree.beats(rival, mine, self._seat, living=True)
+            if beaten or rivals.yields_to(now, self._announce_s, rival, tree, self._seat):
                 self._become(now, uid, rival, tree)
                 self._known[uid].instead_of = mine
                 return
@@ -201,8 +237,15 @@ class ExpertLineages:
     def _renewed(self, known: _Known, tree: OwnerTree) -> list[ExpertReign]:
         """Claims that were made or renewed since the owner came: one that only has not expired yet says nothing."""
         if known.stale is None:
-            known.stale = {reign: claim.until for reign, claim in tree.claims.items()}
+            known.stale = self._standing((known.reign, *known.trail), tree)
         return [r for r, claim in tree.claims.items() if claim.until > known.stale.get(r, float("-inf"))]
+
+    def _standing(self, line: Sequence[ExpertReign], tree: OwnerTree) -> dict[ExpertReign, float]:
+        """Expiry of the claims that stand now. If there are many, those of `line` first; others count as renewed."""
+        claimed = [*tree.claims]
+        if len(claimed) > _STANDING:
+            claimed = [r for r in tree.nodes(self._seat, line) if r in tree.claims]
+        return {r: tree.claims[r].until for r in claimed[:_STANDING]}
 
     def _lives(self, now: float, known: _Known, tree: OwnerTree) -> bool:
         """Note whether an owner has renewed its claim; False if another host may have followed it."""
@@ -214,19 +257,20 @@ class ExpertLineages:
             known.until, known.since = None, now
         return now < known.since + self._announce_s * (_UNCLAIMED if until is None else _RENEWED)
 
-    def _follow(self, now: float, uid: Uid, tree: OwnerTree, size_bytes: int) -> bool:
+    def _follow(self, now: float, uid: Uid, tree: OwnerTree, size_bytes: int, whole: bool) -> bool:
         """Follow the owner's successor, if there is one; True if some host may be about to be one."""
         known = self._known.get(uid)
         lives = known is not None and self._lives(now, known, tree)
         if known is None or now > known.since + _REMEMBERED * self._announce_s:
-            best = tree.best(self._seat)
+            # A look that may have missed the checkpoints would make the owner of whoever claims the expert.
+            best = tree.best(self._seat) if whole or tree.holders else None
             if best is not None and (known is None or best != known.reign):
                 self._become(now, uid, best, tree)
             return False
         handed = [r for r in tree.claims if (known.reign, r) in tree.handed]
         back = [r for r in self._renewed(known, tree) if self._comes_back(r, known, tree, lives)]
         if handed or back:
-            self._become(now, uid, max(handed or back), tree)
+            self._become(now, uid, min(handed) if handed else max(back), tree)
             return False
         if lives:
             if known.until is not None:
@@ -237,21 +281,23 @@ class ExpertLineages:
     def _comes_back(self, reign: ExpertReign, known: _Known, tree: OwnerTree, lives: bool) -> bool:
         """True if an earlier owner, or the same one in a later generation, is the owner now."""
         if reign.owner == known.reign.owner and reign > known.reign:
-            return lives
+            return lives and _is_near(reign, known.reign)
         return reign in known.trail and (not lives or tree.beats(reign, known.reign, self._seat, living=True))
 
     def _go_on(self, now: float, uid: Uid, known: _Known, tree: OwnerTree, size_bytes: int) -> bool:
         """Find the owner after one that is gone; True if it is worth to wait for one."""
         line = (known.reign, *known.trail)
-        kept = any(tree.holders.get(r) for r in line)
-        others = [r for r in tree.nodes() if r not in line and r.generation >= known.reign.generation]
+        kept = self._is_kept(now, uid)
+        others = [r for r in tree.nodes(self._seat, line) if r not in line and r.generation >= known.reign.generation]
         late = [r for r in others if r in tree.claims and not self._is_early(uid, r, known)]
         linked = [r for r in late if self._is_next(r, line, tree)]
-        vouched = [r for r in others if self._is_vouched(r, known, tree, kept)]
         following = [r for r in late if r.generation == known.reign.generation + 1]
-        found = linked or vouched or ([] if kept else following)
-        if found:
-            self._become(now, uid, max(found), tree)
+        vouched = [r for r in others if self._is_vouched(r, known, tree, kept)]
+        if vouched and not linked:
+            linked = [max(vouched, key=lambda r: (tree.voices(r, self._seat), r))]
+        found = linked or ([] if kept else following)
+        if found:  # the lowest number: a higher one costs nothing
+            self._become(now, uid, min(found), tree)
             return False
         waits = False
         for reign in following:  # each uses up the turn of its network
@@ -262,7 +308,7 @@ class ExpertLineages:
         """True if an owner went on from a known one, and its generation is about as high as that makes it."""
         for steps, before in enumerate(tree.before(reign), 1):
             if before in line:
-                return reign.generation <= max(line).generation + steps + _UNSAVED
+                return _is_near(reign, max(line), steps)
         return False
 
     def _is_vouched(self, reign: ExpertReign, known: _Known, tree: OwnerTree, kept: bool) -> bool:
@@ -277,4 +323,10 @@ class ExpertLineages:
 
     def _is_early(self, uid: Uid, reign: ExpertReign, known: _Known) -> bool:
         """True if a host claimed an expert while its owner still renewed its own claim."""
-        return self._first_seen.get((uid, reign), float("inf")) < known.renewed_at
+        first, _ = self._seen.get(uid, {}).get(reign, (float("inf"), 0.0))
+        return first < known.renewed_at
+
+
+def _is_near(reign: ExpertReign, before: ExpertReign, steps: int = 1) -> bool:
+    """True if a generation is about as high as so many changes of the owner make it: nobody uses up the numbers."""
+    return reign.generation <= before.generation + steps + _UNSAVED

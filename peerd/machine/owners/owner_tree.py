@@ -6,7 +6,7 @@ come to the same result. Hostile input: claims and checkpoints of any generation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -15,7 +15,7 @@ from peerd.core.messages.experts import Pointer
 from peerd.machine.experts.custody import SeenClaim
 
 _DEPTH: Final = 16  # owners of a chain that are looked at
-_NODES: Final = 64  # owners of one expert that are compared
+_NODES: Final = 64  # owners of one expert that are compared, besides those that go on from a known one
 
 Seat = Callable[[PeerId], str | None]  # the network of a peer, None if there is no connection to it
 
@@ -48,19 +48,28 @@ class OwnerTree:
     holders: dict[ExpertReign, set[PeerId]] = field(default_factory=dict)  # of checkpoints
     handed: set[tuple[ExpertReign, ExpertReign]] = field(default_factory=set)  # by which owner, to which one
     _former: dict[ExpertReign, ExpertReign] = field(default_factory=dict)  # from which owner one went on
+    _seats: dict[PeerId, str | None] = field(default_factory=dict)  # a tree lives for one look: networks don't change
+    _voices: dict[ExpertReign, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, claims: Iterable[SeenClaim], copies: Iterable[KeptCopy]) -> OwnerTree:
         """The tree of one expert; the pointers of `copies` are signed."""
-        tree = cls()
+        tree, copies, newest = cls(), [*copies], dict[ExpertReign, int]()
         for claim in claims:
-            tree.claims[ExpertReign(claim.generation, claim.peer)] = claim
+            reign = ExpertReign(claim.generation, claim.peer)
+            tree.claims[reign] = claim
+            newest[reign] = claim.version
         for copy in copies:
             tree.holders.setdefault(copy.reign, set()).update(copy.holders)
+            newest[copy.reign] = max(newest.get(copy.reign, 0), copy.pointer.version)
+        for copy in copies:
             former = copy.pointer.former
             if former is not None and copy.pointer.continues():
-                given = former.heir == copy.pointer.owner
-                tree.link(ExpertReign(former.generation, former.peer), copy.reign, given=given)
+                reign = ExpertReign(former.generation, former.peer)
+                # An owner that made more updates has kept the expert: whom it once offered it to is no heir.
+                offered = former.heir == copy.pointer.owner and copy.pointer.generation == former.generation + 1
+                given = offered and former.version >= newest.get(reign, 0)
+                tree.link(reign, copy.reign, given=given)
         return tree
 
     def link(self, former: ExpertReign, later: ExpertReign, *, given: bool) -> None:
@@ -69,10 +78,16 @@ class OwnerTree:
         if given:
             self.handed.add((former, later))
 
-    def nodes(self) -> list[ExpertReign]:
-        """All owners; if there are many, those of whose checkpoints most peers are holders."""
-        every = {*self.claims, *self.holders}
-        return sorted(every, key=lambda reign: (-len(self.holders.get(reign, ())), reign))[:_NODES]
+    def nodes(self, seat: Seat, line: Collection[ExpertReign] = ()) -> list[ExpertReign]:
+        """All owners: those of `line`, then those that go on from it, then others; of each, first those for which most
+        networks vouch. If there are many others, the first of them.
+        """
+        every = sorted({*self.claims, *self.holders}, key=lambda r: (*(-n for n in self.voices(r, seat)), r))
+        known = [r for r in every if r in line]
+        linked = [r for r in every if r not in line and self.below(r, line)]
+        first = {*known, *linked}
+        others = [r for r in every if r not in first]
+        return [*known, *linked, *others[:_NODES]]
 
     def before(self, reign: ExpertReign) -> Iterator[ExpertReign]:
         """The owners from which one went on, the latest first."""
@@ -89,13 +104,20 @@ class OwnerTree:
 
     def voices(self, reign: ExpertReign, seat: Seat, but: frozenset[PeerId] = frozenset()) -> tuple[int, int]:
         """Numbers of networks, besides its own, and of peers that vouch for an owner; `but`: not these peers."""
-        seats = [seat(peer) for peer in self.holders.get(reign, set()) - but if peer != reign.owner]
+        if not but and reign in self._voices:
+            return self._voices[reign]
+        seats = [self._seat(peer, seat) for peer in self.holders.get(reign, set()) - but if peer != reign.owner]
         known = [at for at in seats if at is not None]
-        return len(set(known) - {seat(reign.owner)}), len(known)
+        found = len(set(known) - {self._seat(reign.owner, seat)}), len(known)
+        if not but:
+            self._voices[reign] = found
+        return found
 
     def beats(self, one: ExpertReign, other: ExpertReign, seat: Seat, *, living: bool = False) -> bool:
-        """True if `one` owns the expert rather than `other`. `living`: both say so now, and one that goes on from the
-        other needs at least one voice, for anybody can make such a chain.
+        """True if `one` owns the expert rather than `other`.
+
+        `living`: both claim it now. Then an owner that goes on from the other needs at least one voice, since anybody
+        can make such a chain, and of two without a link neither wins unless more networks vouch for it.
         """
         if (one, other) in self.handed or (other, one) in self.handed:
             return (other, one) in self.handed
@@ -106,6 +128,8 @@ class OwnerTree:
         if self.below(other, [one]):
             return not self.beats(other, one, seat, living=living)
         mine, others = self.voices(one, seat), self.voices(other, seat)
+        if living:
+            return mine[0] > others[0]
         return mine > others if mine != others else self.comes_first(one, other)
 
     def comes_first(self, one: ExpertReign, other: ExpertReign) -> bool:
@@ -117,7 +141,12 @@ class OwnerTree:
     def best(self, seat: Seat) -> ExpertReign | None:
         """The owner that counts where nothing was known before."""
         found: ExpertReign | None = None
-        for reign in self.nodes():
+        for reign in self.nodes(seat):
             if found is None or self.beats(reign, found, seat):
                 found = reign
         return found
+
+    def _seat(self, peer: PeerId, seat: Seat) -> str | None:
+        if peer not in self._seats:
+            self._seats[peer] = seat(peer)
+        return self._seats[peer]

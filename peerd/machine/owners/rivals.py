@@ -8,15 +8,21 @@ once the earlier one has renewed its claim beside it for four periods, in which 
 it seen more networks on the other side.
 
 * A host yields to an owner that it followed: nobody else can make itself one.
-* Of two that went on from the same owner, the one yields whose checkpoints do not show it; else the one in the higher
-  generation, at last the one with the lower peer id.
+* Of two hosts that went on from the same owner, a host whose checkpoints do not name that owner yields to one whose
+  checkpoints do. If both name it, the host in the higher generation yields; in one generation, the one with the lower
+  peer id.
 * A host that began an expert anew, without anybody's checkpoint, yields to whoever comes first in generation and peer
-  id, and after twelve periods to the other one, too: that one may have a history, and does not yield then.
+  id, at once if that host shows up within its first four periods and as many networks vouch for it, since hosts often
+  begin a free expert together. After twelve periods it yields to the other one, too: that one may have a history, and
+  does not yield then.
 
-A host yields to nobody else, whatever that peer claims and signs. In particular, it does not yield to a peer that says
-that it went on from this host. Nor to one for which no peer vouches that does not hold this host's checkpoints as well,
-while some peer vouches for this host: both hosts see that, and the other one yields. Nor to a rival that shows up only
-when this host has owned the expert for long (`_YOUNG_PERIODS`, `_ANEW_PERIODS`): then the networks alone decide.
+A host yields to nobody else by this order, whatever that peer claims and signs:
+
+* not to a peer that says that it went on from this host;
+* while some peer vouches for this host, not to a rival for which nobody vouches. If this host went on from the rival,
+  holders of this host's own checkpoints do not count for the rival. The rival sees the same voices, and yields;
+* not to a rival that shows up only when this host has owned the expert for long (`_YOUNG_PERIODS`, `_ANEW_PERIODS`):
+  then the networks alone decide.
 
 A hostile peer that was an owner once, or goes on from an owner's old checkpoint, may thus win from a host that adopted
 the expert not long ago, with another peer of its own that vouches for it.
@@ -30,7 +36,9 @@ from typing import Final
 
 from peerd.machine.owners.owner_tree import ExpertReign, OwnerTree, Seat
 
+_SEEN_PERIODS: Final = 1.1  # a rival that was not seen for longer is a new one when it shows up again
 _PATIENCE_PERIODS: Final = 4.0  # longer than a claim lives that is not renewed
+_NEW_PERIODS: Final = 4.0  # in which a host that began anew has nothing to lose, and need not be patient
 _LONG_PERIODS: Final = 12.0  # patience with a rival that does not come first
 _YOUNG_PERIODS: Final = 256.0  # the longest partition after which the order decides
 _ANEW_PERIODS: Final = 64.0  # likewise for a host that began anew: it yields to anybody, and soon has much to lose
@@ -49,24 +57,31 @@ class RivalWatch:
     linked: bool
     anew: bool
     began_at: float
-    _since: dict[ExpertReign, float] = field(default_factory=dict)
+    _seen: dict[ExpertReign, tuple[float, float]] = field(default_factory=dict)  # first, and last
 
-    def see(self, now: float, rivals: Iterable[ExpertReign]) -> None:
-        """Note the rivals that renew their claims now."""
-        self._since = {rival: self._since.get(rival, now) for rival in rivals if rival.owner != self.own.owner}
+    def see(self, now: float, period_s: float, rivals: Iterable[ExpertReign]) -> None:
+        """Note the rivals that renew their claims now; one look that does not show a rival says nothing."""
+        lately = now - _SEEN_PERIODS * period_s
+        seen = {rival: (first, last) for rival, (first, last) in self._seen.items() if last >= lately}
+        for rival in rivals:
+            if rival.owner != self.own.owner:
+                seen[rival] = seen.get(rival, (now, now))[0], now
+        self._seen = seen
 
     def yields_to(self, now: float, period_s: float, rival: ExpertReign, tree: OwnerTree, seat: Seat) -> bool:
         """True if this host gives up the expert to a rival that does not have more networks, as far as it can see."""
-        since = self._since.get(rival, float("inf"))
+        since, _ = self._seen.get(rival, (float("inf"), now))
         owned_periods = (since - self.began_at) / period_s
         if owned_periods > _YOUNG_PERIODS or not self._is_vouched(rival, tree, seat):
             return False
-        return now >= since + self._patience_periods(rival, tree, owned_periods) * period_s
+        ahead = tree.voices(rival, seat)[0] >= tree.voices(self.own, seat)[0]
+        return now >= since + self._patience_periods(rival, tree, owned_periods, ahead=ahead) * period_s
 
-    def _patience_periods(self, rival: ExpertReign, tree: OwnerTree, owned_periods: float) -> float:
+    def _patience_periods(self, rival: ExpertReign, tree: OwnerTree, owned_periods: float, *, ahead: bool) -> float:
         """Periods that both may claim the expert until this host yields; infinity if it does not.
 
-        `owned_periods`: for how long this host had owned the expert when the rival showed up.
+        `owned_periods`: for how long this host had owned the expert when the rival showed up; `ahead`: as many networks
+        vouch for the rival, as far as this host can see.
         """
         line = {*self.followed, *tree.before(self.own)}
         if rival in line:
@@ -76,6 +91,8 @@ class RivalWatch:
         first = tree.comes_first(rival, self.own)
         if tree.below(rival, line) and (first or not self.linked):
             return _PATIENCE_PERIODS
+        if self.anew and first and owned_periods <= _NEW_PERIODS and ahead:
+            return 0.0
         if self.anew and owned_periods <= _ANEW_PERIODS:
             return _PATIENCE_PERIODS if first else _LONG_PERIODS
         return float("inf")

@@ -3,6 +3,9 @@
 Whoever says so, or claims the expert without a checkpoint of it, is waited for until it has had the time that the state
 takes; then it has lost its turn. Identities are free, so all peers of one network (in a private network: at one
 address) share one turn for an expert, and there are only so many turns until the expert has an owner.
+
+Turns keep honest hosts from adopting one expert twice. They bind nobody else: a host that claims an orphan, with a
+checkpoint that goes on from the owner's, is its owner without a turn (`lineage`).
 """
 
 from __future__ import annotations

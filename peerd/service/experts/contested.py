@@ -1,9 +1,11 @@
 """Experts that several hosts claim: which of the claims counts for a caller.
 
-Anybody can claim an expert in any generation, so the number says nothing. Where there are several claims, callers call
-the owner in the expert's lineage (`machine.owners.lineage`), as hosts and holders know it. While that cannot be read,
-they go on with the host that they called before. A host that was the only one for some time counts as the owner where
-nothing else is known. Without a source of owners, the highest generation counts.
+Anybody can claim an expert in any generation, so the number proves nothing. If several hosts claim an expert, callers
+call its owner by its lineage (`machine.owners.lineage`), as hosts and holders know it. If the lineage cannot be read,
+or the owner does not claim the expert now, a caller goes on with the host that it called before, as long as that one
+still claims it. A host that this caller has called for eight announcement periods counts as the owner if this peer
+knows no other. If all this names no host, or if there is no source of owners, `ExpertDirectory` takes the highest
+generation.
 """
 
 from __future__ import annotations

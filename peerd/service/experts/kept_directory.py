@@ -13,12 +13,13 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Final, Protocol, TypeVar
 
 import msgspec
 import trio
 
-from peerd.core.addr import parse_addr
+from peerd.core.addr import is_relayed, parse_addr
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, ProtocolViolation, RemoteError, TooSlow, Unreachable
@@ -56,8 +57,9 @@ log = logging.getLogger("peerd.service.experts.kept_directory")
 M = TypeVar("M", Announced, HolderOffer, KeptExperts)
 GET: Final = "vault/2/get"
 _AT_ONCE: Final = 8  # records that are published
-_CALLED: Final = 32  # holders that one look calls to see where they are
-_SAID_AGAIN_S: Final = 600.0  # before the same peer's checkpoints are named again
+_CALLED: Final = 32  # holders that one look calls to see where they are, those of known owners first
+_RELAYED: Final = "behind relays"
+_SAID_AGAIN_S: Final = 600.0  # before the same fault of a peer is a warning again
 _NOTHING: Final = PieceWanted(bytes(DIGEST_BYTES), 0)
 
 
@@ -106,11 +108,12 @@ class KeptDirectory:
         # A peer that was lost holds up whoever asks it; what was found, or told, by then has to do.
         self._patience_s = min(10.0, max(1.0, run.experts.announce_s / 8))
         self._ttl_s = max(3 * run.experts.announce_s, 5.0)
-        self._genuine = BoundedDict[bytes, None](4 * KEPT_EXPERTS)  # signatures of pointers that were checked
+        self._genuine = BoundedDict[bytes, None](4 * KEPT_EXPERTS)  # pointers whose signatures were checked
+        self._forged = BoundedDict[bytes, None](KEPT_EXPERTS)
         self._announce_s = run.experts.announce_s
         self.lineages = ExpertLineages(run.experts.announce_s, peer.host.id, self.seat)
         self._silent = BoundedDict[PeerId, float](KEPT_EXPERTS)  # peers that did not answer, until when
-        self._said = BoundedDict[PeerId, float](KEPT_EXPERTS)  # owners outside the lineage, until when
+        self._said = BoundedDict[tuple[PeerId, str], float](KEPT_EXPERTS)  # what the log blames on whom, until when
         self._published: dict[tuple[Key, bytes], tuple[object, float]] = {}  # what of it is told anew, and when it was
 
     @property
@@ -136,14 +139,14 @@ class KeptDirectory:
         claimed = {prefix_key(self.run, prefix): prefix for prefix in prefixes}
         keys = [*kept, *claimed, holders_key(self.run)]
         timeout_s = timeout_s or self._patience_s
-        found = await self._peer.dht.get_many(keys, timeout_s=timeout_s, most_bytes=DIRECTORY_READ_BYTES)
+        found, whole = await self._peer.dht.read(keys, timeout_s=timeout_s, most_bytes=DIRECTORY_READ_BYTES)
         view = CustodyView(offers=self._offers(found.get(holders_key(self.run), [])))
         for key, prefix in claimed.items():
             await trio.lowlevel.checkpoint()  # a prefix may have a thousand claims
             for uid, claim in self._claims(prefix, found.get(key, [])):
                 view.told.setdefault(uid, []).append(claim)
         told = [each for key, prefix in kept.items() for each in self._shown(prefix, found.get(key, []))]
-        await self._settle(view, await self._copies(told if shown is None else [*told, (shown.peer, shown)]))
+        await self._settle(view, await self._copies(told if shown is None else [*told, (shown.peer, shown)]), whole)
         return view
 
     async def owners(self, prefixes: Sequence[Uid], before: Mapping[Uid, ExpertReign]) -> dict[Uid, PeerId]:
@@ -156,51 +159,67 @@ class KeptDirectory:
         view = await self.look(prefixes)
         return {uid: claim.peer for uid, claim in view.claims.items()}
 
-    async def _settle(self, view: CustodyView, copies: dict[Uid, list[KeptCopy]]) -> None:
-        """Fill in the owner of each expert, and what its owners kept."""
+    async def _settle(self, view: CustodyView, copies: dict[Uid, list[KeptCopy]], whole: bool) -> None:
+        """Fill in the owner of each expert, and what its owners kept. `whole`: some peer answered for each key."""
         uids, now = [*dict.fromkeys([*view.told, *copies])], trio.current_time()
-        holders, claimants = list[PeerId](), list[PeerId]()
+        known, others = list[list[PeerId]](), list[list[PeerId]]()
         for uid in uids:
             claims, shown = view.told.get(uid, ()), copies.get(uid, ())
             if self.lineages.is_open(now, uid, claims, shown):
                 # Who adopts looks whether the last owner answers; to wait for it here, too, makes each look late.
-                gone = self.lineages.gone(now, uid, claims)
-                holders += [peer for copy in shown for peer in copy.holders if peer != gone]
-                claimants += [claim.peer for claim in claims if claim.peer != gone]
-        if holders or claimants:
-            await self._call([*holders, *claimants])
+                gone, line = self.lineages.gone(now, uid, claims), self.lineages.line(uid)
+                holders = dict[ExpertReign, list[PeerId]]()
+                for copy in shown:
+                    holders.setdefault(copy.reign, []).extend(peer for peer in copy.holders if peer != gone)
+                for reign, peers in holders.items():
+                    (known if reign in line else others).append(peers)
+                others.append([claim.peer for claim in claims if claim.peer != gone])
+        if known or others:
+            await self._call([*_in_turns(known), *_in_turns(others)])
         for number, uid in enumerate(uids):
             if number % 64 == 63:
                 await trio.lowlevel.checkpoint()
-            found = self.lineages.settle(trio.current_time(), uid, view.told.get(uid, ()), copies.get(uid, ()))
+            told, shown = view.told.get(uid, ()), copies.get(uid, ())
+            found = self.lineages.settle(trio.current_time(), uid, told, shown, whole=whole)
             if found.claim is not None:
                 view.claims[uid] = found.claim
             if found.kept:
                 view.kept[uid] = list(found.kept)
             if found.waits:
                 view.waits.add(uid)
-            self._name_strangers(uid, copies.get(uid, ()), found.kept)
+            self._name_strangers(uid, shown, found.kept)
 
     def _name_strangers(self, uid: Uid, shown: Sequence[KeptCopy], kept: Sequence[KeptCopy]) -> None:
         """Name the owners of checkpoints that do not count."""
-        now, counted = trio.current_time(), {copy.pointer.peer for copy in kept}
+        counted = {copy.pointer.peer for copy in kept}
         for owner in dict.fromkeys(copy.pointer.peer for copy in shown):
             if owner not in counted:
-                level = logging.WARNING if self._said.get(owner, now) <= now else logging.DEBUG
-                self._said.setdefault(owner, now + _SAID_AGAIN_S)
                 text = "skipped a checkpoint of expert %s by peer %s: it is not an owner in the lineage that is known"
-                log.log(level, text, uid, owner)
+                self.blame(owner, text, uid, owner)
+
+    def blame(self, peer: PeerId, text: str, *facts: object) -> None:
+        """Log what a peer did wrong as a warning; if it does the same again within ten minutes, for debugging only."""
+        now, known = trio.current_time(), (peer, text)
+        again = self._said.get(known, now) > now
+        if not again:
+            self._said[known] = now + _SAID_AGAIN_S
+        log.log(logging.DEBUG if again else logging.WARNING, text, *facts)
 
     def seat(self, peer: PeerId) -> str | None:
-        """The network of a peer, or its address in a private network, as its connection shows; None without one."""
+        """The network of a peer, or its address in a private network, as its connection shows; None without one.
+
+        All peers behind relays are in one network: relays cost nothing, so their networks say nothing.
+        """
         if peer == self._peer.host.id:
-            addrs = self._peer.host.addrs()
-            user = user_at(peer.text, addrs[0]) if addrs else None
+            addr = next(iter(self._peer.host.addrs()), None)
         else:
             link = self._peer.host.links.best(peer)
-            user = user_at(peer.text, link.remote) if link is not None else None
-        if user is None:
+            addr = link.remote if link is not None else None
+        if addr is None:
             return None
+        if is_relayed(addr):
+            return _RELAYED
+        user = user_at(peer.text, addr)
         return user.place if user.region.startswith(NEAR) else user.region
 
     async def answers(self, peer: PeerId, timeout_s: float) -> bool:
@@ -273,21 +292,23 @@ class KeptDirectory:
     async def _copies(self, shown: list[tuple[PeerId, Pointer]]) -> dict[Uid, list[KeptCopy]]:
         """The pointers that their owners signed, the newest of each expert first."""
         told = [(holder, pointer, encode(pointer)) for holder, pointer in shown]
-        new = {whole: pointer for _, pointer, whole in told if whole not in self._genuine}
+        signed = {whole for _, _, whole in told if whole in self._genuine}
+        new = {whole: pointer for _, pointer, whole in told if whole not in signed and whole not in self._forged}
         if new:
 
             def genuine() -> list[bytes]:
                 return [whole for whole, pointer in new.items() if pointer.is_signed()]
 
-            for whole in await self._worker.run(genuine, name="check signatures of checkpoints"):
-                self._genuine[whole] = None
+            signed.update(await self._worker.run(genuine, name="check signatures of checkpoints"))
+            for whole in new:
+                (self._genuine if whole in signed else self._forged)[whole] = None
         copies = dict[bytes, KeptCopy]()
         for holder, pointer, whole in told:
-            if whole in self._genuine:
+            if whole in signed:
                 copies.setdefault(whole, KeptCopy(pointer)).holders.append(holder)
             else:
-                uid = pointer.expert.uid
-                log.warning("skipped a checkpoint of expert %s that peer %s shows: its owner did not sign", uid, holder)
+                text = "skipped a checkpoint of expert %s that peer %s shows: its owner did not sign"
+                self.blame(holder, text, pointer.expert.uid, holder)
         found = dict[Uid, list[KeptCopy]]()
         for copy in sorted(copies.values(), key=lambda c: c.pointer.rank, reverse=True):
             found.setdefault(copy.pointer.expert.uid, []).append(copy)
@@ -309,7 +330,7 @@ class KeptDirectory:
             except ConfigError as error:
                 raise ProtocolViolation(str(error)) from None
         except ProtocolViolation as error:
-            log.warning("skipped a record: %s", error.blame(record.publisher))
+            self.blame(record.publisher, "skipped a record: %s", error.blame(record.publisher))
             return None
         return read
 
@@ -368,3 +389,8 @@ class KeptDirectory:
     def _own_addrs(self) -> list[str]:
         told = [str(addr) for addr in self._peer.host.addrs()]
         return [text for text in told if len(text) <= ADDR_BYTES][:ADDRS_PER_PEER]
+
+
+def _in_turns(lists: Sequence[Sequence[PeerId]]) -> list[PeerId]:
+    """The first of each list, then the second of each, and so on: no list crowds out the others."""
+    return [peer for each in zip_longest(*lists) for peer in each if peer is not None]

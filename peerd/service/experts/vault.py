@@ -262,7 +262,8 @@ class Vault:
         pointer, peer = call.body.pointer, call.peer
         why = self.fault(pointer, peer)
         if why is not None:
-            log.warning("peer %s asks to keep a checkpoint of expert %s: %s", peer, pointer.expert.uid, why)
+            text = "peer %s asks to keep a checkpoint of expert %s: %s"
+            self.directory.blame(peer, text, peer, pointer.expert.uid, why)
             raise Refused(why).as_unproven()
         if self._has(pointer):
             return Answer(Kept(held=True))
@@ -270,9 +271,8 @@ class Vault:
         if why is not None:
             raise Refused(why)
         if not await self._is_in_lineage(pointer):
-            log.warning(
-                "peer %s asks to keep a checkpoint of expert %s, which it does not own", peer, pointer.expert.uid
-            )
+            text = "peer %s asks to keep a checkpoint of expert %s, which it does not own"
+            self.directory.blame(peer, text, peer, pointer.expert.uid)
             raise Refused("you do not own the expert, as far as this peer knows")
         if pointer.size_bytes > self.room_bytes or pointer.signature in self._coming:
             raise Overloaded("no room beside what is being fetched", _SHAKE_S)

@@ -232,10 +232,19 @@ class Adoption:
             await self._host.drop(uid, f"{why}; {max(0, dropped)} updates are dropped")
 
     def _forked_at(self, uid: Uid, claim: SeenClaim, view: CustodyView) -> int:
-        """Our updates that the winner has, too: its pointers say so; else what of ours was in a checkpoint."""
-        theirs = [c.pointer for c in view.kept.get(uid, ()) if c.pointer.peer == claim.peer]
-        began = [p.began for p in theirs if p.generation == claim.generation]
-        return began[0] if began else self._checkpoints.kept_version(uid)
+        """Our updates that the winner has, too: those in the checkpoint of ours that its chain goes on from, or those
+        that both went on from. What the winner alone says is no proof.
+        """
+        ours, former = self._checkpoints.origin(uid)
+        if former is not None and former.peer == claim.peer:
+            return ours  # we went on from the winner
+        pointers = [copy.pointer for copy in view.kept.get(uid, ())]
+        began = [p.began for p in pointers if (p.peer, p.generation) == (claim.peer, claim.generation)]
+        if not began:
+            return self._checkpoints.kept_version(uid)
+        formers = [p.former for p in pointers if p.former is not None and p.continues()]
+        signed = [each.version for each in formers if each.peer == self._me]
+        return min(began[0], max(signed, default=ours))
 
     # --- an adoption ------------------------------------------------------------------------------------------
 

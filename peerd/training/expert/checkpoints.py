@@ -140,6 +140,11 @@ class ExpertCheckpoints:
         safe = self._safe.get(uid)
         return safe.version if safe is not None else 0
 
+    def origin(self, uid: Uid) -> tuple[int, Former | None]:
+        """Updates of an expert that it had when its generation began here, and the checkpoint that it went on from."""
+        safe = self._safe.get(uid)
+        return (safe.began, safe.former) if safe is not None else (0, None)
+
     def status(self) -> dict[str, object]:
         """Plain data for users."""
         known = self._known().items()

@@ -1,4 +1,4 @@
-"""The host of experts: chooses which ones this peer serves, announces them, and gives them up to a higher claim.
+"""The host of experts: chooses which ones this peer serves, announces them, and gives up those that others own.
 
 Life of a host: it takes back what it owned before, as far as nobody else owns it; then it takes free experts in its
 own order, a part of its room at a time, so that hosts that come together share what is free; it says every `announce_s`
@@ -124,7 +124,7 @@ class Keeper(Protocol):
         ...
 
     async def run(self, host: ExpertHost) -> None:
-        """Keep, adopt, and give up what others have a higher claim to, until cancelled."""
+        """Keep, adopt, and give up what others own by now, until cancelled."""
         ...
 
     async def hand_over(self, host: ExpertHost) -> None:

@@ -47,7 +47,9 @@ class VaultKeeper:
             if own is not None:
                 mine[uid] = own.generation
         kept = await self._kept(mine)
-        return {uid: generation for uid, generation in mine.items() if kept.get(uid, -1) <= generation}
+        for uid in [uid for uid in mine if kept.get(uid, -1) > mine[uid]]:
+            self._ctx.log.event("expert.not_resumed", expert=str(uid), generation=mine.pop(uid), newer=kept[uid])
+        return mine
 
     async def others(self, mine: Mapping[Uid, int]) -> Mapping[Uid, ExpertClaim]:
         """Claims of other hosts that own these by now, as far as the directory can be read."""

@@ -3,9 +3,11 @@
 Once in an announcement period this host looks who has places for experts, and what part each should have by its speed
 (`machine.experts.sharing`). An expert moves whole: no update is made while its state travels, forwards are answered on.
 The next host fetches and checks the state, hosts it in the next generation, announces it, and answers; this one gives
-it up only when that claim stands in the directory. Whatever fails before, it goes on here, and nothing is lost; if only
-the answer was lost, the higher claim wins as it does after a partition. A host that leaves hands over all that others
-have places for, as far as the time allows; the rest is adopted from its checkpoints.
+it up only when that claim stands in the directory. Whatever fails before, it goes on here, and nothing is lost. If only
+the answer was lost, the claim of the next host says that it took the expert. If that claim comes too late, this host
+makes updates again, and with the first one its signature for the next host is void: one of the two yields as after a
+partition (`machine.owners`). A host that leaves hands over all that others have places for, as far as the time allows;
+the rest is adopted from its checkpoints.
 
 A hostile host may ask others to take what it does not own (the claim in the directory, and its signature, decide), send
 no state or drip it (it has a deadline), or promise to take experts and not host them: they stay, and it is left alone
@@ -20,7 +22,7 @@ from typing import Final, Protocol
 import trio
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow
+from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow, Unreachable
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
@@ -170,15 +172,28 @@ class ExpertSharing:
         pointer, digests, data = await self._checkpoints.snapshot(uid, hosted, taker)
         body = TakeOver(pointer, mine.hosted, mine.sample_s, self._leaves)
         with self._vault.lent(pointer, digests, data):
-            timeout_s = _deadline_s(pointer)
-            answer = await self._rpc.call(taker, TAKE, body, TakenOver, timeout_s=timeout_s, reply_frame_bytes=0)
-        generation = answer.body.generation
-        if generation <= hosted.generation or not await self._is_claimed(uid, taker, generation):
+            generation = await self._taken(body, taker)
+        if not await self._is_claimed(uid, taker, generation):
             raise ProtocolViolation(f"took expert {uid}, and does not announce it", taker)
         if self._host.experts.get(uid) is hosted:
             await self._host.drop(uid, f"peer {taker.short} owns it in generation {generation}")
             self._vault.directory.lineages.gave(trio.current_time(), uid, generation, taker)
         return generation
+
+    async def _taken(self, body: TakeOver, taker: PeerId) -> int:
+        """Ask `taker` to host an expert of ours; the generation in which it does."""
+        uid, following = body.pointer.expert.uid, body.pointer.generation + 1
+        timeout_s = _deadline_s(body.pointer)
+        try:
+            answer = await self._rpc.call(taker, TAKE, body, TakenOver, timeout_s=timeout_s, reply_frame_bytes=0)
+        except (TooSlow, Unreachable):
+            if await self._is_claimed(uid, taker, following):
+                return following  # only the answer was lost
+            raise
+        if answer.body.generation != following:
+            generation = answer.body.generation
+            raise ProtocolViolation(f"took expert {uid} in generation {generation}, not in the next one", taker)
+        return following
 
     async def _is_claimed(self, uid: Uid, peer: PeerId, generation: int) -> bool:
         """True when the directory says that `peer` owns an expert in this generation."""

@@ -52,6 +52,7 @@ class Scene:
     places: dict[str, str] = dataclasses.field(default_factory=dict)
     copies: list[KeptCopy] = dataclasses.field(default_factory=list)
     now: float = 0.0
+    whole: bool = True  # a look shows all checkpoints
 
     def __post_init__(self) -> None:
         names = {peer(name): place for name, place in self.places.items()}
@@ -71,7 +72,7 @@ class Scene:
         self.now += after_s
         self.until |= {claim: self.now for claim in claims if claim[0] in renewed}
         seen = [SeenClaim(peer(name), number, 40, self.until.get((name, number), 0.0)) for name, number in claims]
-        found = self.lineages.settle(self.now, UID, seen, self.copies)
+        found = self.lineages.settle(self.now, UID, seen, self.copies, whole=self.whole)
         reign = self.lineages.owner(UID)
         assert reign is not None
         self.kept = [copy.pointer for copy in found.kept]

@@ -53,14 +53,17 @@ class Healed:
         self.copies.sort(key=lambda copy: copy.pointer.rank, reverse=True)
         return made
 
-    def look(self, periods: float) -> list[str]:
-        """The owners that still host the expert after so many periods."""
-        end = self.now + periods * P
+    def look(self, periods: float, missed: int = 0) -> list[str]:
+        """The owners that still host the expert after so many periods; each sees the other one in all looks but one of
+        `missed`.
+        """
+        end, looks = self.now + periods * P, 0
         while self.now < end:
-            self.now += LOOK_S
+            self.now, looks = self.now + LOOK_S, looks + 1
             claims = [SeenClaim(peer(o.name), o.generation, 40, self.now) for o in self.owners if not o.gone]
             for owner in [owner for owner in self.owners if not owner.gone]:
-                found = owner.lineages.settle(self.now, UID, claims, self.copies)
+                seen = [c for c in claims if c.peer == peer(owner.name) or not missed or looks % missed]
+                found = owner.lineages.settle(self.now, UID, seen, self.copies)
                 owner.gone = found.claim is not None and found.claim.peer != peer(owner.name)
         return [owner.name for owner in self.owners if not owner.gone]
 
@@ -124,6 +127,11 @@ def test_of_two_owners_after_a_partition_behind_home_routers_exactly_one_gives_w
     left = scene.look(within - 1)
     assert left == [stays or max("ab", key=lambda name: peer(name))]
     assert scene.look(30) == left
+
+
+def test_exactly_one_gives_way_though_looks_now_and_then_do_not_show_the_other_one() -> None:
+    for made, stays in ((partial(two_heirs_of_one_owner, 2), "a"), (partial(both_anew, old=True), "a")):
+        assert made().look(15, missed=4) == [stays]
 
 
 def test_where_all_see_the_same_networks_the_side_with_more_wins_at_once() -> None:

@@ -11,13 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
 
 from peerd.core.experts.grid import Uid
 from peerd.core.messages.experts import HolderOffer, Name, Pointer
-from peerd.machine.experts.custody import in_turn
+from peerd.machine.experts.custody import SeenClaim, in_turn
+from peerd.machine.owners.owner_tree import KeptCopy
+from peerd.service.experts.kept_directory import CustodyView
 from peerd.service.experts.vault_disk import digests_of
 from tests.kit.amount import some
 from tests.kit.expert_runs import expert_run
@@ -455,3 +458,19 @@ def test_made_up_states_come_back() -> None:
     model, again = FakeExpert(A, 5, "seed"), FakeExpert(A)
     again.load(model.snapshot())
     assert (again.seed, again.version) == ("seed", 5)
+
+
+@pytest.mark.parametrize(("began", "after_ours", "dropped"), [(1_000_000, False, 40), (30, True, 10), (0, False, 40)])
+async def test_a_host_that_yields_counts_what_it_drops_by_what_it_signed_and_not_by_what_the_winner_says(
+    autojump_clock: MockClock, tmp_path: Path, began: int, after_ours: bool, dropped: int
+) -> None:
+    async with expert_swarm(tmp_path, ONE_PREFIX) as swarm:
+        host = await swarm.host("host", A)
+        host.experts[A].model.version = 40
+        before = pointer_to(b"ours", "host" if after_ours else "friend", swarm.run, A, version=began)
+        made = pointer_to(b"theirs", "winner", swarm.run, A, generation=1, version=began, began=began)
+        made = msgspec.structs.replace(made, former=before.as_former(), digest=before.digest)
+        claim = SeenClaim(made.peer, 1, began, 0.0)
+        await host.adoption._yield(CustodyView(kept={A: [KeptCopy(made)]}, claims={A: claim}))
+        (event,) = host.events("expert.yielded")
+        assert (event["updates_dropped"], event["level"]) == (dropped, "warn")

@@ -17,6 +17,7 @@ from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.expert.sharing import TAKE
 from tests.kit.declared import declared
 from tests.kit.expert_runs import expert_run
+from tests.worlds.machines.fake_experts import FakeExpert, FakeHosted
 from tests.worlds.roles.expertpeers import ANNOUNCE_S, ExpertSwarm, MadeUpHost, expert_swarm, pointer_to, state
 
 pytestmark = pytest.mark.slow  # many periods of several peers
@@ -220,3 +221,39 @@ async def test_a_state_that_does_not_load_is_named_and_its_owner_goes_on(
         (event,) = newcomer.events("expert.not_taken")
         assert event["peer"] == full.peer.id.text
         assert ("NaN" if seed == "NaN" else "a state of 0.2.3") in event["reason"]
+
+
+async def test_an_expert_stays_with_a_host_whose_taker_skips_generations(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with expert_swarm(tmp_path, RUN) as swarm:
+        full, far = await full_host(swarm), (1 << 53) - 1
+
+        async def skip(call: Incoming[TakeOver]) -> Answer[TakenOver]:
+            taker, uid = swarm.peers["other"], call.body.pointer.expert.uid
+            await swarm.claim(taker, uid, hosted={uid: FakeHosted(FakeExpert(uid, 40, "other"), far)})
+            return Answer(TakenOver(far))
+
+        await offering(swarm, skip)
+        await trio.sleep(5 * ANNOUNCE_S)
+        assert sorted(full.experts) == UIDS
+        assert "not in the next one" in full.events("expert.kept_here")[0]["reason"]
+
+
+async def test_an_expert_whose_taker_claims_it_has_moved_though_the_answer_is_lost(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with expert_swarm(tmp_path, RUN) as swarm:
+        full, moved = await full_host(swarm), list[Uid]()
+
+        async def take(call: Incoming[TakeOver]) -> Answer[TakenOver]:
+            taker, uid = swarm.peers["other"], call.body.pointer.expert.uid
+            await swarm.claim(taker, uid, hosted={uid: FakeHosted(FakeExpert(uid, 40, "other"), 1)})
+            moved.append(uid)
+            await trio.sleep_forever()
+            raise AssertionError
+
+        await offering(swarm, take)
+        await trio.sleep(ANNOUNCE_S + 25)
+        assert moved[0] not in full.experts
+        assert "owns it in generation 1" in full.dropped[moved[0]]

@@ -167,6 +167,24 @@ async def test_a_host_that_starts_again_takes_back_its_experts_though_a_stranger
         assert await keeper.others({A: 0}) == {}
 
 
+async def test_a_host_that_starts_again_names_the_experts_that_it_leaves_to_later_owners(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with expert_swarm(tmp_path, RUN) as swarm:
+        host, _ = await started(swarm, A, adopters=0)
+        before, other = owner_pointer(host), await stranger(swarm)
+        await host.drop(A, "given")
+        host.peer.vault.directory.lineages.gave(trio.current_time(), A, 1, other.peer.id)
+        await other.publish(1, 41, former=before.as_former(), began=before.version)
+        await other.claim(1)
+        await trio.sleep(2 * ANNOUNCE_S)
+        keeper = VaultKeeper(host.ctx, cast(Any, host))
+        keeper.vault = host.peer.vault
+        assert await keeper.recall() == {}
+        (event,) = host.events("expert.not_resumed")
+        assert (event["expert"], event["generation"], event["newer"]) == (str(A), 0, 1)
+
+
 # --- callers ---------------------------------------------------------------------------------------------------------
 
 
