@@ -61,7 +61,7 @@ averaging: {{sender_timeout_s: 5}}
 data: {{path: "{text}", holdout: 0, shuffle_buffer: 100}}
 evaluate: {{every_steps: 0}}
 checkpoint: {{every_steps: 50, keep: 4}}
-limits: {{upload_mbit: 20, download_mbit: 20{stage}}}
+limits: {{upload_mbit: {mbit}, download_mbit: {mbit}{stage}}}
 """
 
 
@@ -89,6 +89,7 @@ class Soak:
     """The processes of one soak, and what is seen of them."""
 
     folder: Path
+    line_mbit: float = 20.0  # of each honest peer, both ways
     honest: list[Honest] = field(default_factory=list)
     hostile: list[subprocess.Popen[bytes]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
@@ -99,7 +100,7 @@ class Soak:
         if not text.exists():
             text.write_bytes(PERIOD * 500_000)
         file = self.folder / ("run.yaml" if stage is None else f"run-{stage}.yaml")
-        file.write_text(RUN.format(text=text, stage="" if stage is None else f", stage: {stage}"))
+        file.write_text(RUN.format(text=text, mbit=self.line_mbit, stage="" if stage is None else f", stage: {stage}"))
         return file
 
     def start(self, name: str, *arguments: str) -> Honest:
@@ -275,6 +276,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="of attacks")
     parser.add_argument("--calm", type=float, default=4.0, help="minutes without, half before and half after")
     parser.add_argument("--attackers", type=int, default=5)
+    parser.add_argument("--line-mbit", type=float, default=20.0, help="less on a machine that is full in calm already")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="names of attacks, with commas between")
     parser.add_argument("--keep", type=Path, help="folder for logs and data, which stays")
@@ -282,7 +284,7 @@ def main() -> int:
     options = parser.parse_args()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="peerd-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
-    soak = Soak(folder)
+    soak = Soak(folder, options.line_mbit)
     try:
         report = measure(soak, options)
     finally:
