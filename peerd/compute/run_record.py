@@ -9,7 +9,6 @@ ConfigError that names the file.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from peerd.core.decoders import convert, from_json
 from peerd.core.errors import ConfigError
 from peerd.core.run.check import check
 from peerd.core.run.runfile import FINGERPRINT_SECTIONS, RunFile
+from peerd.home import write_atomically
 
 NAME: Final = "run.json"
 TOKENIZER: Final = "tokenizer.json"
@@ -56,8 +56,8 @@ def write_record(folder: Path, run: RunFile, fingerprint: bytes) -> None:
     record = _Record(_FORMAT, fingerprint.hex(), settings_of(run) | allowed)
     folder.mkdir(parents=True, exist_ok=True)
     if run.model.vocab != "bytes":
-        replace_file(folder / TOKENIZER, Path(run.model.vocab).read_bytes())
-    replace_file(folder / NAME, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+        _replace(folder / TOKENIZER, Path(run.model.vocab).read_bytes())
+    _replace(folder / NAME, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
 
 
 def read_record(folder: Path) -> tuple[str, RunFile]:
@@ -86,17 +86,7 @@ def read_record(folder: Path) -> tuple[str, RunFile]:
     return found.fingerprint, run
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a whole file, or leave the one that is there; raises OSError."""
+def _replace(path: Path, content: bytes) -> None:
     if path.is_file() and path.read_bytes() == content:
         return
-    aside = path.with_name(f"{path.name}.new")
-    try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
+    write_atomically(path, content, mode=0o644)

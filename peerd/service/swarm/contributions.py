@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,6 +21,7 @@ from peerd.core.errors import RemoteError
 from peerd.core.messages.contributions import Contributed, contributions_key
 from peerd.core.messages.encoding import encode
 from peerd.core.work import Worker
+from peerd.home import write_atomically
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.types import Gate
 
@@ -97,7 +97,9 @@ class Tally:
             return
         kept = {"samples": self.samples, "bytes": self.bytes_aggregated, "s": int(self.seconds), "since": self.since}
         try:
-            await self._worker.run(lambda: _write(file, json.dumps({self._run: kept})), name="keep contributions")
+            await self._worker.run(
+                lambda: write_atomically(file, json.dumps({self._run: kept}).encode()), name="keep contributions"
+            )
         except OSError as error:
             problem = f"{file} can't be written: {error.strerror or error}"
             if problem != self._problem:
@@ -105,15 +107,3 @@ class Tally:
             self._problem = problem
         else:
             self._problem = ""
-
-
-def _write(file: Path, text: str) -> None:
-    """Write the file whole, or not at all; what a full disk has of it takes no room."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text)
-        temporary.replace(file)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise

@@ -14,10 +14,10 @@ from typing import Final
 
 import trio
 
-from peerd.compute.run_record import replace_file
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.messages.swarm import Position
+from peerd.home import write_atomically
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 
@@ -122,4 +122,4 @@ def _read(path: Path) -> bytes | None:
 
 def _store(path: Path, encode: Callable[[], bytes]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, encode())
+    write_atomically(path, encode())

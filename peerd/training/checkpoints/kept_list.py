@@ -5,7 +5,6 @@ The list is written after a set is; a set that it names may be gone or broken, w
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import msgspec
 from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError
 from peerd.core.messages.swarm import Position
+from peerd.home import write_atomically
 
 
 class _Set(msgspec.Struct, frozen=True):
@@ -46,9 +46,7 @@ class KeptList:
         """Replace the list atomically; ConfigError names the file that could not be written."""
         sets = [_Set(position.step, position.lineage.hex(), stages) for position in positions]
         text = msgspec.json.format(msgspec.json.encode(_Sets(self._run, sets)), indent=2)
-        aside = self.path.with_name(self.path.name + ".new")
         try:
-            aside.write_bytes(text + b"\n")
-            os.replace(aside, self.path)
+            write_atomically(self.path, text + b"\n", mode=0o644)
         except OSError as error:
-            raise ConfigError(f"{aside}: {error.strerror or error}") from error
+            raise ConfigError(f"{self.path}: {error.strerror or error}") from error

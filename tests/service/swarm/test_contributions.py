@@ -100,13 +100,13 @@ async def test_a_file_that_makes_no_sense_costs_the_past_and_no_more(
 async def test_a_disk_that_takes_nothing_is_named_once_and_nothing_is_left_on_it(
     autojump_clock: MockClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: object) -> Path:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     file = tmp_path / "given.json"
     mine = tally(Directory(), file)
     with monkeypatch.context() as patch, caplog.at_level("INFO"):
-        patch.setattr(Path, "replace", full)
+        patch.setattr(os, "replace", full)
         for _ in range(3):
             await mine.publish()
     said = f"contributions could not be kept: {file} can't be written: No space left on device"
