@@ -2,8 +2,8 @@
 
 Sans-IO. Hosts claim experts by announcing them with a generation: 0 for an expert that begins anew, one more each time
 that it is adopted from a checkpoint. A hostile host may claim experts that are not its own, in any generation: which
-claim counts follows from the expert's lineage (`machine.owners.lineage`), never from the number alone. A claim outside
-the grid is none.
+claim counts follows from the expert's lineage (`machine.owners.lineage`), never from the number alone. Claims outside
+the grid are ignored.
 """
 
 from __future__ import annotations
@@ -19,14 +19,6 @@ from peerd.core.experts.grid import Grid, Uid, bitmap
 from peerd.core.messages.experts import Announced, Name
 
 _LOOKED_AT: Final = 100_000  # places that a host looks at for free ones: a fuller grid needs no more hosts
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertClaim:
-    """A host's word that it serves an expert. `peer`: its id as text."""
-
-    generation: int
-    peer: str
 
 
 def in_own_order(grid: Grid, rng: random.Random) -> Iterator[Uid]:

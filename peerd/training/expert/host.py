@@ -26,7 +26,6 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.experts import Announced
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.machine.experts.claims import (
-    ExpertClaim,
     HostWords,
     announcements,
     candidates,
@@ -34,6 +33,7 @@ from peerd.machine.experts.claims import (
     last_prefixes,
     to_take,
 )
+from peerd.machine.experts.custody import SeenClaim
 from peerd.machine.experts.sharing import HostShare
 from peerd.role import RoleContext
 from peerd.service.experts.expert_server import ExpertModel, ExpertServer, ServerConfig, ServingStats
@@ -100,15 +100,19 @@ class ClaimsBoard(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class OwnExpert:
+    """An expert that this host owned before its start. `taken`: the claim of another host that owns it now, if any."""
+
+    generation: int
+    taken: SeenClaim | None = None
+
+
 class Keeper(Protocol):
     """What lets experts outlive their host: makes checkpoints of `host.experts`, and adopts orphans by `host.adopt`."""
 
-    async def recall(self) -> Mapping[Uid, int]:
-        """The generations of this host's own experts whose newest checkpoint is on its own disk. Called first."""
-        ...
-
-    async def others(self, mine: Mapping[Uid, int]) -> Mapping[Uid, ExpertClaim]:
-        """Claims of other hosts that own these by now. `mine`: generations in which this host owned them."""
+    async def recall(self) -> Mapping[Uid, OwnExpert]:
+        """Returns this host's own experts whose newest checkpoint is on its own disk. Called first."""
         ...
 
     async def state(self, uid: Uid) -> bytes:
@@ -299,14 +303,12 @@ class ExpertHost:
     async def _recall(self) -> None:
         """Go on with this host's own experts, as far as nobody else owns them by now."""
         for keeper in self.keepers:
-            mine = await keeper.recall()
-            lost = await keeper.others(mine)
-            for uid, generation in sorted(mine.items()):
-                if uid in lost:
-                    other = lost[uid]
-                    self._ctx.log.event("expert.left_to", expert=str(uid), to=other.peer, generation=other.generation)
+            for uid, mine in sorted((await keeper.recall()).items()):
+                if mine.taken is not None:
+                    to, generation = mine.taken.peer.text, mine.taken.generation
+                    self._ctx.log.event("expert.left_to", expert=str(uid), to=to, generation=generation)
                 elif self.room() and uid not in self.experts and self.grid.is_expert(uid):
-                    await self._resume(uid, generation, keeper)
+                    await self._resume(uid, mine.generation, keeper)
 
     async def _resume(self, uid: Uid, generation: int, keeper: Keeper) -> None:
         try:

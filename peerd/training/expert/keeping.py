@@ -10,14 +10,14 @@ import trio
 from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.experts.grid import Uid
 from peerd.core.limits import EXPERT_STATE_BYTES
-from peerd.machine.experts.claims import ExpertClaim, last_prefixes
+from peerd.machine.experts.claims import last_prefixes
 from peerd.role import RoleContext
 from peerd.service.experts.kept_directory import CustodyView
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import VaultDisk
 from peerd.training.expert.adoption import Adoption
 from peerd.training.expert.checkpoints import ExpertCheckpoints
-from peerd.training.expert.host import ExpertHost
+from peerd.training.expert.host import ExpertHost, OwnExpert
 from peerd.training.expert.sharing import ExpertSharing
 
 _PREFIXES_AT_ONCE: Final = 256  # of one look into the directory
@@ -35,30 +35,27 @@ class VaultKeeper:
         self.adoption = Adoption(ctx, self.vault, host, self.checkpoints, state_bytes)
         self.sharing = ExpertSharing(ctx, self.vault, host, self.checkpoints, state_bytes)
 
-    async def recall(self) -> Mapping[Uid, int]:
-        """Our own experts, but for those of which somebody holds a newer checkpoint: these are adopted in turn."""
+    async def recall(self) -> Mapping[Uid, OwnExpert]:
+        """Returns our own experts without those of which somebody holds a newer checkpoint: these are adopted in turn.
+
+        As far as the directory can be read.
+        """
         try:
             await self.vault.open()
         except OSError as error:
             raise ConfigError(f"{self._folder} can't be used for checkpoints: {error.strerror or error}") from error
-        mine = dict[Uid, int]()
-        for uid in sorted({pointer.expert.uid for pointer in self.vault.held}):
-            own = self.vault.own(uid)
-            if own is not None:
-                mine[uid] = own.generation
-        kept = await self._kept(mine)
-        for uid in [uid for uid in mine if kept.get(uid, -1) > mine[uid]]:
-            self._ctx.log.event("expert.not_resumed", expert=str(uid), generation=mine.pop(uid), newer=kept[uid])
-        return mine
-
-    async def others(self, mine: Mapping[Uid, int]) -> Mapping[Uid, ExpertClaim]:
-        """Claims of other hosts that own these by now, as far as the directory can be read."""
-        me, found = self._ctx.host.id, dict[Uid, ExpertClaim]()
+        uids = sorted({pointer.expert.uid for pointer in self.vault.held})
+        mine = {uid: OwnExpert(own.generation) for uid in uids if (own := self.vault.own(uid)) is not None}
         async for view in self._views(mine):
-            for uid, claim in view.claims.items():
-                if uid in mine and claim.peer != me:
-                    found[uid] = ExpertClaim(claim.generation, claim.peer.text)
-        return found
+            for uid in sorted(mine.keys() & {*view.kept, *view.claims}):
+                generation, newest = mine[uid].generation, _newest(view, uid)
+                claim = view.claims.get(uid)
+                if newest > generation:
+                    self._ctx.log.event("expert.not_resumed", expert=str(uid), generation=generation, newer=newest)
+                    del mine[uid]
+                elif claim is not None and claim.peer != self._ctx.host.id:
+                    mine[uid] = OwnExpert(generation, claim)
+        return mine
 
     async def state(self, uid: Uid) -> bytes:
         """The newest checkpoint of our own."""
@@ -69,7 +66,10 @@ class VaultKeeper:
 
     async def orphans(self, uids: Collection[Uid]) -> Collection[Uid]:
         """Those that have a checkpoint somewhere."""
-        return (await self._kept(uids)).keys() & set(uids)
+        found = set[Uid]()
+        async for view in self._views(uids):
+            found.update(uid for uid, copies in view.kept.items() if copies)
+        return found & set(uids)
 
     def taking(self) -> Collection[Uid]:
         """Experts that are about to be adopted here."""
@@ -96,15 +96,8 @@ class VaultKeeper:
         parts = (self.checkpoints.status(), self.adoption.status(), self.sharing.status())
         return {key: value for part in parts for key, value in part.items()} | {"held": len(self.vault.held)}
 
-    async def _kept(self, uids: Collection[Uid]) -> dict[Uid, int]:
-        """The newest generation of which somebody holds a checkpoint, as far as the directory can be read."""
-        found = dict[Uid, int]()
-        async for view in self._views(uids):
-            found |= {uid: copies[0].pointer.generation for uid, copies in view.kept.items() if copies}
-        return found
-
     async def _views(self, uids: Collection[Uid]) -> AsyncIterator[CustodyView]:
-        """What the directory shows of these, as far as it can be read."""
+        """Yields views of the directory that together show these experts; stops where it cannot be read."""
         prefixes = last_prefixes(uids)
         for at in range(0, len(prefixes), _PREFIXES_AT_ONCE):
             try:
@@ -113,3 +106,9 @@ class VaultKeeper:
                 self._ctx.log.event("dht.read_failed", level="debug", reason=str(error))
                 return
             yield view
+
+
+def _newest(view: CustodyView, uid: Uid) -> int:
+    """Returns the newest generation of an expert of which somebody holds a checkpoint; -1 if nobody holds one."""
+    copies = view.kept.get(uid)
+    return copies[0].pointer.generation if copies else -1

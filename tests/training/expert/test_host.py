@@ -19,10 +19,11 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.experts import Announced, Forward, Name, Output
 from peerd.core.run.runfile import LimitsSection, RunFile, fingerprint
 from peerd.log import EventLog
-from peerd.machine.experts.claims import ExpertClaim, last_prefixes
+from peerd.machine.experts.claims import last_prefixes
+from peerd.machine.experts.custody import SeenClaim
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Rpc
-from peerd.training.expert.host import ExpertHost, Told
+from peerd.training.expert.host import ExpertHost, OwnExpert, Told
 from tests.kit.expert_runs import expert_run
 from tests.worlds.machines.fake_experts import WIDTH, FakeExpert, frame
 from tests.worlds.machines.fakehost import FakeHost, FakeNet, TrioClock, fake_net
@@ -178,18 +179,20 @@ class FakeKeeper:
     left: list[set[Uid]] = field(default_factory=list)
     host: ExpertHost | None = None
 
-    async def others(self, mine: Mapping[Uid, int]) -> Mapping[Uid, ExpertClaim]:
+    async def others(self, mine: Mapping[Uid, int]) -> Mapping[Uid, SeenClaim]:
         assert self.host is not None
-        told, found = await self.host._board.read(last_prefixes(mine)), dict[Uid, ExpertClaim]()
+        told, found = await self.host._board.read(last_prefixes(mine)), dict[Uid, SeenClaim]()
         for uid, generation in mine.items():
             claims = told[uid.prefix].get(uid.at[-1], ())
-            highest = max(((claim.generation, claim.host.text) for claim in claims), default=(-1, ""))
-            if highest > (generation, self.host._me):
-                found[uid] = ExpertClaim(*highest)
+            highest = max(claims, key=lambda claim: (claim.generation, claim.host.text), default=None)
+            if highest and (highest.generation, highest.host.text) > (generation, self.host._me):
+                found[uid] = SeenClaim(highest.host, highest.generation, 0, 0.0)
         return found
 
-    async def recall(self) -> Mapping[Uid, int]:
-        return {uid: recalled.generation for uid, recalled in self.before.items()}
+    async def recall(self) -> Mapping[Uid, OwnExpert]:
+        mine = {uid: recalled.generation for uid, recalled in self.before.items()}
+        others = await self.others(mine)
+        return {uid: OwnExpert(generation, others.get(uid)) for uid, generation in mine.items()}
 
     async def state(self, uid: Uid) -> bytes:
         return self.before[uid].state
