@@ -134,7 +134,7 @@ class ExpertLineages:
 
     def is_open(self, now: float, uid: Uid, claims: Sequence[SeenClaim], copies: Sequence[KeptCopy]) -> bool:
         """True if the owner of an expert cannot be told without the networks of holders."""
-        known, tree, generation = self._known.get(uid), OwnerTree.of(claims, ()), self.hosted(uid)
+        known, tree, generation = self._known.get(uid), OwnerTree.of(claims, (), self._seat), self.hosted(uid)
         if generation is not None:
             rivals = [*tree.claims]
             if known is not None and known.reign == ExpertReign(generation, self._own):
@@ -147,7 +147,7 @@ class ExpertLineages:
     def gone(self, now: float, uid: Uid, claims: Sequence[SeenClaim]) -> PeerId | None:
         """The last known owner of an expert, if another host may have followed it."""
         known = self._known.get(uid)
-        if known is None or self._lives(now, known, OwnerTree.of(claims, ())):
+        if known is None or self._lives(now, known, OwnerTree.of(claims, (), self._seat)):
             return None
         return known.reign.owner
 
@@ -157,7 +157,7 @@ class ExpertLineages:
         """The owner of an expert, by what the directory shows of it now. `copies`: the newest first; `whole`: if there
         are none, none are in the directory.
         """
-        tree, generation, known = OwnerTree.of(claims, copies), self.hosted(uid), self._known.get(uid)
+        tree, generation, known = OwnerTree.of(claims, copies, self._seat), self.hosted(uid), self._known.get(uid)
         self._note(now, uid, tree)
         self._note_kept(now, uid, tree, whole)
         if known is not None and known.trail and known.linked:
@@ -225,11 +225,11 @@ class ExpertLineages:
         if rivals is None:
             rivals = known.rivals = RivalWatch(mine, known.trail, known.linked and bool(known.trail), anew, now)
         fresh = {r for r in self._renewed(known, tree) if r.owner != self._own}
-        known.since, renewed = now, [r for r in tree.nodes(self._seat, known.trail) if r in fresh] if fresh else []
+        known.since, renewed = now, [r for r in tree.nodes(known.trail) if r in fresh] if fresh else []
         rivals.see(now, self._announce_s, renewed)
         for rival in renewed:
-            beaten = tree.beats(rival, mine, self._seat, living=True)
-            if beaten or rivals.yields_to(now, self._announce_s, rival, tree, self._seat):
+            beaten = tree.beats(rival, mine, living=True)
+            if beaten or rivals.yields_to(now, self._announce_s, rival, tree):
                 self._become(now, uid, rival, tree)
                 self._known[uid].instead_of = mine
                 return
@@ -244,7 +244,7 @@ class ExpertLineages:
         """Expiry of the claims that stand now. If there are many, those of `line` first; others count as renewed."""
         claimed = [*tree.claims]
         if len(claimed) > _STANDING:
-            claimed = [r for r in tree.nodes(self._seat, line) if r in tree.claims]
+            claimed = [r for r in tree.nodes(line) if r in tree.claims]
         return {r: tree.claims[r].until for r in claimed[:_STANDING]}
 
     def _lives(self, now: float, known: _Known, tree: OwnerTree) -> bool:
@@ -263,7 +263,7 @@ class ExpertLineages:
         lives = known is not None and self._lives(now, known, tree)
         if known is None or now > known.since + _REMEMBERED * self._announce_s:
             # A look that may have missed the checkpoints would make the owner of whoever claims the expert.
-            best = tree.best(self._seat) if whole or tree.holders else None
+            best = tree.best() if whole or tree.holders else None
             if best is not None and (known is None or best != known.reign):
                 self._become(now, uid, best, tree)
             return False
@@ -282,19 +282,19 @@ class ExpertLineages:
         """True if an earlier owner, or the same one in a later generation, is the owner now."""
         if reign.owner == known.reign.owner and reign > known.reign:
             return lives and _is_near(reign, known.reign)
-        return reign in known.trail and (not lives or tree.beats(reign, known.reign, self._seat, living=True))
+        return reign in known.trail and (not lives or tree.beats(reign, known.reign, living=True))
 
     def _go_on(self, now: float, uid: Uid, known: _Known, tree: OwnerTree, size_bytes: int) -> bool:
         """Find the owner after one that is gone; True if it is worth to wait for one."""
         line = (known.reign, *known.trail)
         kept = self._is_kept(now, uid)
-        others = [r for r in tree.nodes(self._seat, line) if r not in line and r.generation >= known.reign.generation]
+        others = [r for r in tree.nodes(line) if r not in line and r.generation >= known.reign.generation]
         late = [r for r in others if r in tree.claims and not self._is_early(uid, r, known)]
         linked = [r for r in late if self._is_next(r, line, tree)]
         following = [r for r in late if r.generation == known.reign.generation + 1]
         vouched = [r for r in others if self._is_vouched(r, known, tree, kept)]
         if vouched and not linked:
-            linked = [max(vouched, key=lambda r: (tree.voices(r, self._seat), r))]
+            linked = [max(vouched, key=lambda r: (tree.voices(r), r))]
         found = linked or ([] if kept else following)
         if found:  # the lowest number: a higher one costs nothing
             self._become(now, uid, min(found), tree)
@@ -318,8 +318,8 @@ class ExpertLineages:
             return False
         if beside and reign not in tree.claims:
             return False
-        has_voice = tree.voices(reign, self._seat) > (0, 0) or (beside and not kept)
-        return has_voice and tree.beats(reign, known.reign, self._seat)
+        has_voice = tree.voices(reign) > (0, 0) or (beside and not kept)
+        return has_voice and tree.beats(reign, known.reign)
 
     def _is_early(self, uid: Uid, reign: ExpertReign, known: _Known) -> bool:
         """True if a host claimed an expert while its owner still renewed its own claim."""

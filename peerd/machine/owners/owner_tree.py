@@ -6,7 +6,7 @@ come to the same result. Hostile input: claims and checkpoints of any generation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -42,19 +42,23 @@ class KeptCopy:
 
 @dataclass(slots=True)
 class OwnerTree:
-    """Claims, checkpoints and the links between their owners."""
+    """Claims, checkpoints and the links between their owners. It lives for one look, in which networks don't change.
 
+    `seat`: the network of a peer.
+    """
+
+    seat: Seat
     claims: dict[ExpertReign, SeenClaim] = field(default_factory=dict)
     holders: dict[ExpertReign, set[PeerId]] = field(default_factory=dict)  # of checkpoints
     handed: set[tuple[ExpertReign, ExpertReign]] = field(default_factory=set)  # by which owner, to which one
     _former: dict[ExpertReign, ExpertReign] = field(default_factory=dict)  # from which owner one went on
-    _seats: dict[PeerId, str | None] = field(default_factory=dict)  # a tree lives for one look: networks don't change
+    _seats: dict[PeerId, str | None] = field(default_factory=dict)
     _voices: dict[ExpertReign, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, claims: Iterable[SeenClaim], copies: Iterable[KeptCopy]) -> OwnerTree:
+    def of(cls, claims: Iterable[SeenClaim], copies: Iterable[KeptCopy], seat: Seat) -> OwnerTree:
         """The tree of one expert; the pointers of `copies` are signed."""
-        tree, copies, newest = cls(), [*copies], dict[ExpertReign, int]()
+        tree, copies, newest = cls(seat), [*copies], dict[ExpertReign, int]()
         for claim in claims:
             reign = ExpertReign(claim.generation, claim.peer)
             tree.claims[reign] = claim
@@ -78,11 +82,11 @@ class OwnerTree:
         if given:
             self.handed.add((former, later))
 
-    def nodes(self, seat: Seat, line: Collection[ExpertReign] = ()) -> list[ExpertReign]:
+    def nodes(self, line: Collection[ExpertReign] = ()) -> list[ExpertReign]:
         """All owners: those of `line`, then those that go on from it, then others; of each, first those for which most
         networks vouch. If there are many others, the first of them.
         """
-        every = sorted({*self.claims, *self.holders}, key=lambda r: (*(-n for n in self.voices(r, seat)), r))
+        every = sorted({*self.claims, *self.holders}, key=lambda r: (*(-n for n in self.voices(r)), r))
         known = [r for r in every if r in line]
         linked = [r for r in every if r not in line and self.below(r, line)]
         first = {*known, *linked}
@@ -102,18 +106,19 @@ class OwnerTree:
         wanted = set(others)
         return any(each in wanted for each in self.before(reign))
 
-    def voices(self, reign: ExpertReign, seat: Seat, but: frozenset[PeerId] = frozenset()) -> tuple[int, int]:
-        """Numbers of networks, besides its own, and of peers that vouch for an owner; `but`: not these peers."""
-        if not but and reign in self._voices:
-            return self._voices[reign]
-        seats = [self._seat(peer, seat) for peer in self.holders.get(reign, set()) - but if peer != reign.owner]
-        known = [at for at in seats if at is not None]
-        found = len(set(known) - {self._seat(reign.owner, seat)}), len(known)
-        if not but:
-            self._voices[reign] = found
-        return found
+    def voices(self, reign: ExpertReign) -> tuple[int, int]:
+        """Returns the numbers of networks, besides its own, and of peers that vouch for an owner."""
+        if reign not in self._voices:
+            self._voices[reign] = self.voices_without(reign, frozenset())
+        return self._voices[reign]
 
-    def beats(self, one: ExpertReign, other: ExpertReign, seat: Seat, *, living: bool = False) -> bool:
+    def voices_without(self, reign: ExpertReign, peers: Set[PeerId]) -> tuple[int, int]:
+        """Returns `voices` of an owner, in which these peers don't count."""
+        seats = [self._seat(peer) for peer in self.holders.get(reign, set()) - peers if peer != reign.owner]
+        known = [at for at in seats if at is not None]
+        return len(set(known) - {self._seat(reign.owner)}), len(known)
+
+    def beats(self, one: ExpertReign, other: ExpertReign, *, living: bool = False) -> bool:
         """True if `one` owns the expert rather than `other`.
 
         `living`: both claim it now. Then an owner that goes on from the other needs at least one voice, since anybody
@@ -122,12 +127,11 @@ class OwnerTree:
         if (one, other) in self.handed or (other, one) in self.handed:
             return (other, one) in self.handed
         if self.below(one, [other]):
-            both = frozenset(self.holders.get(one, ()))
-            mine = self.voices(one, seat)
-            return mine >= self.voices(other, seat, both) and (not living or mine > (0, 0))
+            mine, besides = self.voices(one), self.voices_without(other, self.holders.get(one, set()))
+            return mine >= besides and (not living or mine > (0, 0))
         if self.below(other, [one]):
-            return not self.beats(other, one, seat, living=living)
-        mine, others = self.voices(one, seat), self.voices(other, seat)
+            return not self.beats(other, one, living=living)
+        mine, others = self.voices(one), self.voices(other)
         if living:
             return mine[0] > others[0]
         return mine > others if mine != others else self.comes_first(one, other)
@@ -138,15 +142,15 @@ class OwnerTree:
             return self.below(other, [one])
         return (-one.generation, one.owner) > (-other.generation, other.owner)
 
-    def best(self, seat: Seat) -> ExpertReign | None:
+    def best(self) -> ExpertReign | None:
         """The owner that counts where nothing was known before."""
         found: ExpertReign | None = None
-        for reign in self.nodes(seat):
-            if found is None or self.beats(reign, found, seat):
+        for reign in self.nodes():
+            if found is None or self.beats(reign, found):
                 found = reign
         return found
 
-    def _seat(self, peer: PeerId, seat: Seat) -> str | None:
+    def _seat(self, peer: PeerId) -> str | None:
         if peer not in self._seats:
-            self._seats[peer] = seat(peer)
+            self._seats[peer] = self.seat(peer)
         return self._seats[peer]

@@ -34,7 +34,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from peerd.machine.owners.owner_tree import ExpertReign, OwnerTree, Seat
+from peerd.core.ids import PeerId
+from peerd.machine.owners.owner_tree import ExpertReign, OwnerTree
 
 _SEEN_PERIODS: Final = 1.1  # a rival that was not seen for longer is a new one when it shows up again
 _PATIENCE_PERIODS: Final = 4.0  # longer than a claim lives that is not renewed
@@ -68,13 +69,13 @@ class RivalWatch:
                 seen[rival] = seen.get(rival, (now, now))[0], now
         self._seen = seen
 
-    def yields_to(self, now: float, period_s: float, rival: ExpertReign, tree: OwnerTree, seat: Seat) -> bool:
+    def yields_to(self, now: float, period_s: float, rival: ExpertReign, tree: OwnerTree) -> bool:
         """True if this host gives up the expert to a rival that does not have more networks, as far as it can see."""
         since, _ = self._seen.get(rival, (float("inf"), now))
         owned_periods = (since - self.began_at) / period_s
-        if owned_periods > _YOUNG_PERIODS or not self._is_vouched(rival, tree, seat):
+        if owned_periods > _YOUNG_PERIODS or not self._is_vouched(rival, tree):
             return False
-        ahead = tree.voices(rival, seat)[0] >= tree.voices(self.own, seat)[0]
+        ahead = tree.voices(rival)[0] >= tree.voices(self.own)[0]
         return now >= since + self._patience_periods(rival, tree, owned_periods, ahead=ahead) * period_s
 
     def _patience_periods(self, rival: ExpertReign, tree: OwnerTree, owned_periods: float, *, ahead: bool) -> float:
@@ -97,7 +98,7 @@ class RivalWatch:
             return _PATIENCE_PERIODS if first else _LONG_PERIODS
         return float("inf")
 
-    def _is_vouched(self, rival: ExpertReign, tree: OwnerTree, seat: Seat) -> bool:
+    def _is_vouched(self, rival: ExpertReign, tree: OwnerTree) -> bool:
         """True unless peers vouch for this host, and nobody for the rival."""
-        both = frozenset(tree.holders.get(self.own, ())) if tree.below(self.own, [rival]) else frozenset()
-        return tree.voices(rival, seat, both) > (0, 0) or tree.voices(self.own, seat) == (0, 0)
+        shared = tree.holders.get(self.own, set()) if tree.below(self.own, [rival]) else set[PeerId]()
+        return tree.voices_without(rival, shared) > (0, 0) or tree.voices(self.own) == (0, 0)
