@@ -37,6 +37,7 @@ from peerd.core.messages.experts import Former, Pointer
 from peerd.machine.experts.custody import SeenClaim
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy, OwnerTree, Seat
 from peerd.machine.owners.rivals import RivalWatch
+from peerd.machine.owners.sightings import Sightings
 from peerd.machine.owners.turns import AdopterTurns
 
 _RENEWED: Final = 1.1  # periods that a claim lives without its host having renewed it, as in `custody`
@@ -82,8 +83,7 @@ class ExpertLineages:
         self._announce_s, self._own, self._seat = announce_s, own, seat
         self._known = BoundedDict[Uid, _Known](EXPERTS_SEEN)
         self._kept_at = BoundedDict[Uid, float](EXPERTS_SEEN)  # when a checkpoint of a known owner was seen last
-        # Claims that stand or stood lately: when they were seen first, and last.
-        self._seen = BoundedDict[Uid, dict[ExpertReign, tuple[float, float]]](EXPERTS_SEEN)
+        self._seen = BoundedDict[Uid, Sightings](EXPERTS_SEEN)  # of claims
 
     def owner(self, uid: Uid) -> ExpertReign | None:
         """The last owner of an expert that is known, living or not."""
@@ -158,7 +158,8 @@ class ExpertLineages:
         are none, none are in the directory.
         """
         tree, generation, known = OwnerTree.of(claims, copies, self._seat), self.hosted(uid), self._known.get(uid)
-        self._note(now, uid, tree)
+        if tree.claims:
+            self._seen.setdefault(uid, Sightings()).note(now, self._announce_s, tree.claims)
         self._note_kept(now, uid, tree, whole)
         if known is not None and known.trail and known.linked:
             tree.link(known.trail[0], known.reign, given=known.given)
@@ -176,16 +177,6 @@ class ExpertLineages:
         return SettledOwner(tree.claims.get(known.reign), kept, waits)
 
     # --- inside -----------------------------------------------------------------------------------------------
-
-    def _note(self, now: float, uid: Uid, tree: OwnerTree) -> None:
-        """Note the claims that stand now; if there are many, those that were seen first."""
-        lately = now - _RENEWED * self._announce_s
-        seen = {r: (first, last) for r, (first, last) in self._seen.get(uid, {}).items() if last >= lately}
-        for reign in tree.claims:
-            if reign in seen or len(seen) < _STANDING:
-                seen[reign] = seen.get(reign, (now, now))[0], now
-        if seen or uid in self._seen:
-            self._seen[uid] = seen
 
     def _note_kept(self, now: float, uid: Uid, tree: OwnerTree, whole: bool) -> None:
         """Note whether a checkpoint of a known owner is left; a look that may not show all of them says nothing."""
@@ -323,8 +314,7 @@ class ExpertLineages:
 
     def _is_early(self, uid: Uid, reign: ExpertReign, known: _Known) -> bool:
         """True if a host claimed an expert while its owner still renewed its own claim."""
-        first, _ = self._seen.get(uid, {}).get(reign, (float("inf"), 0.0))
-        return first < known.renewed_at
+        return uid in self._seen and self._seen[uid].first(reign) < known.renewed_at
 
 
 def _is_near(reign: ExpertReign, before: ExpertReign, steps: int = 1) -> bool:

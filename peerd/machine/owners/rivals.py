@@ -36,8 +36,8 @@ from typing import Final
 
 from peerd.core.ids import PeerId
 from peerd.machine.owners.owner_tree import ExpertReign, OwnerTree
+from peerd.machine.owners.sightings import Sightings
 
-_SEEN_PERIODS: Final = 1.1  # a rival that was not seen for longer is a new one when it shows up again
 _PATIENCE_PERIODS: Final = 4.0  # longer than a claim lives that is not renewed
 _NEW_PERIODS: Final = 4.0  # in which a host that began anew has nothing to lose, and need not be patient
 _LONG_PERIODS: Final = 12.0  # patience with a rival that does not come first
@@ -58,20 +58,15 @@ class RivalWatch:
     linked: bool
     anew: bool
     began_at: float
-    _seen: dict[ExpertReign, tuple[float, float]] = field(default_factory=dict)  # first, and last
+    _seen: Sightings = field(default_factory=Sightings)
 
     def see(self, now: float, period_s: float, rivals: Iterable[ExpertReign]) -> None:
         """Note the rivals that renew their claims now; one look that does not show a rival says nothing."""
-        lately = now - _SEEN_PERIODS * period_s
-        seen = {rival: (first, last) for rival, (first, last) in self._seen.items() if last >= lately}
-        for rival in rivals:
-            if rival.owner != self.own.owner:
-                seen[rival] = seen.get(rival, (now, now))[0], now
-        self._seen = seen
+        self._seen.note(now, period_s, (rival for rival in rivals if rival.owner != self.own.owner))
 
     def yields_to(self, now: float, period_s: float, rival: ExpertReign, tree: OwnerTree) -> bool:
         """True if this host gives up the expert to a rival that does not have more networks, as far as it can see."""
-        since, _ = self._seen.get(rival, (float("inf"), now))
+        since = self._seen.first(rival)
         owned_periods = (since - self.began_at) / period_s
         if owned_periods > _YOUNG_PERIODS or not self._is_vouched(rival, tree):
             return False
