@@ -156,7 +156,7 @@ def _lists(place: Position) -> list[list[Committed]]:
 
 
 def proofs(place: Position) -> list[ProofShown]:
-    """What is shown to one that asks for a proof of `place`: none of it proves anything."""
+    """Returns answers to a request for a proof of `place`, none of which is a proof."""
     shown = [CommitProof(place, signed) for signed in _lists(place)]
     other = Position(place.step, b"another")  # a proof, but of something else
     shown.append(CommitProof(other, [_signed(key, other) for key in MEMBERS_KEYS]))

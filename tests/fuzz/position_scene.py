@@ -79,7 +79,7 @@ class ProvenStage(ServiceStage):
     # --- what the honest peer does ----------------------------------------------------------------------------
 
     async def conducted(self) -> Conducts | None:
-        """The conductor's answer to the honest peer; None: it does not conduct."""
+        """Returns the conductor's answer to the honest peer, or None if it does not conduct."""
         try:
             return (await self.asks.call(self.host.id, "swarm/5/who", WhoConducts(MARK), Conducts, timeout_s=30)).body
         except Refused:
@@ -149,7 +149,7 @@ class ProvenStage(ServiceStage):
         return ""
 
     def _strangeness(self) -> str:
-        """What peers of the run remember of others' positions, or of strangers as members; "": nothing."""
+        """Returns what the run's peers remember of strangers, as text; "" if nothing."""
         machine, own = self.machine, {START, *self.places}
         if machine is None:
             return "nobody conducts"
@@ -200,7 +200,7 @@ class ProvenStage(ServiceStage):
         return next((fault for proof in kept.values() if (fault := self._no_proof(proof))), "")
 
     def _no_proof(self, proof: CommitProof) -> str:
-        """The reason that a proof is none: signatures that are not valid, and signers that occur again."""
+        """Returns why a proof is not valid: false signatures, or a signer that occurs twice; "" if it is valid."""
         signers = [one.peer for one in proof.committed]
         if len(signers) > MEMBERS or len(set(signers)) != len(signers):
             return f"a proof of {proof.position} has {len(signers)} signatures of {len(set(signers))} peers"

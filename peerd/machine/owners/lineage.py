@@ -70,7 +70,7 @@ class _Known:
     rivals: RivalWatch | None = None  # of this peer, while it hosts the expert
     instead_of: ExpertReign | None = None  # in which this peer hosts the expert until it has given it up
     renewed_at: float = float("-inf")  # when the claim was last seen to be renewed
-    # Claims of others when it began, and their expiry; None: not seen yet.
+    # Claims of others when it began -> when they expire; None before the first look.
     stale: dict[ExpertReign, float] | None = None
 
 
@@ -154,8 +154,9 @@ class ExpertLineages:
     def settle(
         self, now: float, uid: Uid, claims: Sequence[SeenClaim], copies: Sequence[KeptCopy], *, whole: bool = True
     ) -> SettledOwner:
-        """The owner of an expert, by what the directory shows of it now. `copies`: the newest first; `whole`: if there
-        are none, none are in the directory.
+        """Returns the owner of an expert, by what the directory shows of it now.
+
+        `copies`: checkpoints, the newest first; `whole`: the look missed none of them.
         """
         tree, generation, known = OwnerTree.of(claims, copies, self._seat), self.hosted(uid), self._known.get(uid)
         if tree.claims:
@@ -253,7 +254,7 @@ class ExpertLineages:
         known = self._known.get(uid)
         lives = known is not None and self._lives(now, known, tree)
         if known is None or now > known.since + _REMEMBERED * self._announce_s:
-            # A look that may have missed the checkpoints would make the owner of whoever claims the expert.
+            # If the look may have missed the checkpoints, any host that claims the expert would become its owner.
             best = tree.best() if whole or tree.holders else None
             if best is not None and (known is None or best != known.reign):
                 self._become(now, uid, best, tree)

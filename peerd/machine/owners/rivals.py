@@ -11,10 +11,10 @@ it seen more networks on the other side.
 * Of two hosts that went on from the same owner, a host whose checkpoints do not name that owner yields to one whose
   checkpoints do. If both name it, the host in the higher generation yields; in one generation, the one with the lower
   peer id.
-* A host that began an expert anew, without anybody's checkpoint, yields to whoever comes first in generation and peer
-  id, at once if that host shows up within its first four periods and as many networks vouch for it, since hosts often
-  begin a free expert together. After twelve periods it yields to the other one, too: that one may have a history, and
-  does not yield then.
+* A host that began an expert anew, without any checkpoint, yields to a rival that is first by generation and peer id.
+  It yields at once if that rival shows up within its first four periods and as many networks vouch for the rival: hosts
+  often begin a free expert together. After twelve periods it also yields to a rival that is not first, because that
+  rival may have a history, and then does not yield.
 
 A host yields to nobody else by this order, whatever that peer claims and signs:
 

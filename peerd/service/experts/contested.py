@@ -33,7 +33,7 @@ Told = Sequence[tuple[int, ToldClaim]]  # claims below a prefix, by coordinate
 
 
 class OwnerSource(Protocol):
-    """What knows owners: `service.experts.kept_directory.KeptDirectory`."""
+    """A source of the owners of experts: `service.experts.kept_directory.KeptDirectory`."""
 
     async def owners(self, prefixes: Sequence[Uid], before: Mapping[Uid, ExpertReign]) -> Mapping[Uid, PeerId]:
         """Hosts that own experts below prefixes. `before`: hosts that the caller has called for some time."""
@@ -41,7 +41,7 @@ class OwnerSource(Protocol):
 
 
 class ContestedExperts:
-    """See the module's header."""
+    """Finds the owners of experts that several hosts claim; remembers which hosts this caller has called."""
 
     def __init__(self, announce_s: float) -> None:
         self.source: OwnerSource | None = None

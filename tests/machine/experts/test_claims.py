@@ -1,4 +1,4 @@
-"""What hosts announce, and that they take free experts only."""
+"""Hosts announce their experts, and take free ones only."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from peerd.core.messages.encoding import encode
 from peerd.core.messages.experts import Announced, HolderOffer, Name, Pointer
 from peerd.machine.owners.lineage import SettledOwner
 from peerd.machine.owners.owner_tree import KeptCopy
-from peerd.service.experts.kept_directory import CustodyView, KeptDirectory
+from peerd.service.experts.kept_directory import _SAID_AGAIN_S, CustodyView, KeptDirectory
 from tests.kit.expert_runs import expert_run
 from tests.worlds.machines.workers import InlineWorker
 from tests.worlds.network.hosts import keypair
@@ -130,7 +130,7 @@ async def test_a_fault_of_a_peer_is_a_warning_once_in_ten_minutes_for_ever(
             record = SimpleNamespace(publisher=peer("garbler"), value=b"no record")
             assert directory._read(HolderOffer, cast(Any, record), "expert") is None
         assert warnings(caplog) == 3
-        await trio.sleep(601)
+        await trio.sleep(_SAID_AGAIN_S + 1.0)
 
 
 async def test_a_signature_that_was_found_false_is_not_verified_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,20 +86,28 @@ async def test_an_expert_answers_no_update_while_it_moves_and_does_again_when_it
         assert len(held) == 2
 
 
-async def test_an_expert_stays_with_a_host_whose_taker_does_not_announce_it(
-    autojump_clock: MockClock, tmp_path: Path
+FAR = (1 << 53) - 1
+
+
+@pytest.mark.parametrize(("claimed", "why"), [(None, "does not announce it"), (FAR, "not in the next one")])
+async def test_an_expert_stays_with_a_host_whose_taker_does_not_announce_it_in_the_next_generation(
+    claimed: int | None, why: str, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
     async with expert_swarm(tmp_path, RUN) as swarm:
         full = await full_host(swarm)
 
         async def promise(call: Incoming[TakeOver]) -> Answer[TakenOver]:
+            uid = call.body.pointer.expert.uid
+            if claimed is not None:
+                hosted = FakeHosted(FakeExpert(uid, 40, "other"), claimed)
+                await swarm.claim(swarm.peers["other"], uid, hosted={uid: hosted})
             await trio.lowlevel.checkpoint()
-            return Answer(TakenOver(call.body.pointer.generation + 1))
+            return Answer(TakenOver(claimed or call.body.pointer.generation + 1))
 
         await offering(swarm, promise)
         await trio.sleep(5 * ANNOUNCE_S)
         assert sorted(full.experts) == UIDS
-        assert "does not announce it" in full.events("expert.kept_here")[0]["reason"]
+        assert why in full.events("expert.kept_here")[0]["reason"]
 
 
 async def test_a_taker_that_never_answers_holds_an_expert_up_no_longer_than_its_deadline(
@@ -221,23 +229,6 @@ async def test_a_state_that_does_not_load_is_named_and_its_owner_goes_on(
         (event,) = newcomer.events("expert.not_taken")
         assert event["peer"] == full.peer.id.text
         assert ("NaN" if seed == "NaN" else "a state of 0.2.3") in event["reason"]
-
-
-async def test_an_expert_stays_with_a_host_whose_taker_skips_generations(
-    autojump_clock: MockClock, tmp_path: Path
-) -> None:
-    async with expert_swarm(tmp_path, RUN) as swarm:
-        full, far = await full_host(swarm), (1 << 53) - 1
-
-        async def skip(call: Incoming[TakeOver]) -> Answer[TakenOver]:
-            taker, uid = swarm.peers["other"], call.body.pointer.expert.uid
-            await swarm.claim(taker, uid, hosted={uid: FakeHosted(FakeExpert(uid, 40, "other"), far)})
-            return Answer(TakenOver(far))
-
-        await offering(swarm, skip)
-        await trio.sleep(5 * ANNOUNCE_S)
-        assert sorted(full.experts) == UIDS
-        assert "not in the next one" in full.events("expert.kept_here")[0]["reason"]
 
 
 async def test_an_expert_whose_taker_claims_it_has_moved_though_the_answer_is_lost(

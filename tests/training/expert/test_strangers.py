@@ -65,6 +65,15 @@ async def stranger(swarm: ExpertSwarm, uid: Uid = A, name: str = "stranger", at:
     return Stranger(swarm, await swarm.begin(swarm.make(name, at=at)), uid)
 
 
+async def false_owner(swarm: ExpertSwarm) -> Stranger:
+    """A stranger that signed a later checkpoint of the expert, and claims it."""
+    liar = await stranger(swarm)
+    await liar.publish()
+    await liar.claim()
+    await trio.sleep(ANNOUNCE_S)
+    return liar
+
+
 def state_of(hosts: Iterable[MadeUpHost], uid: Uid = A) -> tuple[list[str], str, int]:
     """The owners of an expert, and what the first one has: whose state, and in which generation."""
     found = [host for host in hosts if uid in host.experts]
@@ -158,10 +167,7 @@ async def test_a_host_that_starts_again_takes_back_its_experts_though_a_stranger
 ) -> None:
     async with expert_swarm(tmp_path, RUN) as swarm:
         host, _ = await started(swarm, A, adopters=0)
-        liar = await stranger(swarm)
-        await liar.publish()
-        await liar.claim()
-        await trio.sleep(ANNOUNCE_S)
+        await false_owner(swarm)
         keeper = VaultKeeper(host.ctx, cast(Any, host))
         keeper.vault = host.peer.vault
         assert await keeper.recall() == {A: OwnExpert(0)}
@@ -269,10 +275,7 @@ async def test_when_owner_and_heir_die_the_next_one_goes_on_from_the_heirs_state
 ) -> None:
     async with expert_swarm(tmp_path, RUN) as swarm:
         _, others = await started(swarm, A, adopters=3)
-        liar = await stranger(swarm)
-        await liar.publish()
-        await liar.claim()
-        await trio.sleep(ANNOUNCE_S)
+        await false_owner(swarm)
         lose(swarm, "mortal")
         await trio.sleep(3 * ANNOUNCE_S)
         (name,) = owners(others)
