@@ -17,7 +17,7 @@ from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
 from peerd.core.messages.token import Revoked, Token, from_text, signed_by, unseal
 from peerd.core.run.runfile import AccessSection, RunFile
-from peerd.machine.access.members import Roll
+from peerd.machine.access.members import MemberRoll
 
 ANN = Keypair.from_seed(b"a" * 32)
 BOB = Keypair.from_seed(b"b" * 32)
@@ -216,7 +216,7 @@ def test_the_organizers_own_peer_needs_no_token_and_brings_its_list(
     key = home.load_identity(organizer)
     papers = membership.own_papers(run, ["backbone"], organizer, key.peer_id, time.time())
     assert trio.run(papers.token) == b""
-    roll = Roll("tiny", key.peer_id, 1)
+    roll = MemberRoll("tiny", key.peer_id, 1)
     assert [roll.learn_revoked(data) for data in trio.run(papers.revoked)] == [True]
 
 

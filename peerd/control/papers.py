@@ -36,7 +36,7 @@ from peerd.home import (
     make_private_dir,
     write_atomically,
 )
-from peerd.machine.access.members import Roll
+from peerd.machine.access.members import MemberRoll
 
 TOKEN_FILE: Final = "access.token"  # in a peer's data directory, unless the run file names another
 BOOK_DIR: Final = "tokens"  # in the organizer's data directory
@@ -107,7 +107,7 @@ def own_papers(run: RunFile, roles: Sequence[str], home: Path, own: PeerId, now:
     advice = _advice(run, wanted, own, papers.token_path)
     if not papers.token_path.exists():
         raise ConfigError(f"run {run.run} takes members by token, and there is none in {papers.token_path}; {advice}")
-    roll = Roll(run.run, organizer, run.pipeline.stages)
+    roll = MemberRoll(run.run, organizer, run.pipeline.stages)
     for data in papers.read_revoked():
         with contextlib.suppress(ProtocolViolation):
             roll.learn_revoked(data)

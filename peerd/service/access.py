@@ -31,7 +31,7 @@ from peerd.core.limits import ACCESS_MET, ACCESS_TOLD, RPC_ERROR_CHARS
 from peerd.core.messages.encoding import Message
 from peerd.core.messages.token import NO_TOKEN, RevokedData, TokenData, revoked_key
 from peerd.core.run.runfile import RunFile
-from peerd.machine.access.members import FREE, OPEN, Roll
+from peerd.machine.access.members import FREE, OPEN, MemberRoll
 from peerd.machine.rpc.accounting import MethodName
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.net.host.host import Host, PeerDown
@@ -112,7 +112,7 @@ class Access:
     """The gate of one peer to one run. Nothing is served until `run`."""
 
     def __init__(self, run: RunFile, host: Host, rpc: Rpc, clock: Clock, papers: Papers) -> None:
-        self.roll = Roll(run.run, PeerId.parse(run.access.organizer), run.pipeline.stages)
+        self.roll = MemberRoll(run.run, PeerId.parse(run.access.organizer), run.pipeline.stages)
         self.refused = 0  # calls turned away
         self._host, self._rpc, self._clock, self._papers = host, rpc, clock, papers
         self._token = b""

@@ -28,7 +28,7 @@ from peerd.machine.swarm.events import ConductorConfig
 from peerd.net.host.host import Host
 from peerd.service.averaging.preconnect import Assembling
 from peerd.service.conductor.commit_proofs import CommitProofs, trusted_peers
-from peerd.service.conductor.conductor_client import Following
+from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.conductor_server import Conducting
 from peerd.service.conductor.orders import ConductingConfig
 from peerd.service.conductor.placing import Placing
@@ -96,7 +96,7 @@ class RunServices:
         self._tallies: dict[str, Tally] = {}
         self._corpus: dict[str, str] = {}
         self.directory = Directory(run.run, run.pipeline.stages, host, dht, rpc.gate)
-        self.following = Following(rpc, host.id, self.directory, ways=self)
+        self.following = ConductorClient(rpc, host.id, self.directory, ways=self)
         self.proofs = CommitProofs(self.fingerprint, rpc, host, self.following, trusted_peers(run))
         rivals = Rivals(self.fingerprint, rpc, host, self.following)
         self.view = RunView((host, dht), self.directory, rpc.gate, rivals.reachable, clock.rng("run view"))

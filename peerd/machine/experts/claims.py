@@ -59,7 +59,7 @@ def last_prefixes(uids: Iterable[Uid]) -> list[Uid]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostWords:
+class ClaimingHost:
     """What a host says of itself in each of its announcements."""
 
     queue_s: float
@@ -68,7 +68,7 @@ class HostWords:
     client: bool = False
 
 
-def announcements(grid: Grid, hosted: Mapping[Uid, tuple[int, int]], words: HostWords) -> list[Announced]:
+def announcements(grid: Grid, hosted: Mapping[Uid, tuple[int, int]], words: ClaimingHost) -> list[Announced]:
     """One record for each prefix under which this host has something. `hosted`: generations and versions."""
     below = defaultdict[Uid, set[int]](set)
     for uid in hosted:

@@ -19,7 +19,7 @@ from peerd.core.messages.swarm import Position
 from peerd.machine.positions.gathering import Gathering
 from peerd.machine.positions.phases import Course, Phase
 from peerd.machine.positions.proven_positions import Established, ProvenPositions
-from peerd.machine.positions.recovery import Knowledge, agreeing_on, best_position, unproven
+from peerd.machine.positions.recovery import RecoveryKnowledge, agreeing_on, best_position, unproven
 from peerd.machine.swarm.events import ConductorConfig, Origin, SendMove
 from peerd.machine.swarm.posts import peer_of, short
 from peerd.machine.swarm.roster import START, Roster
@@ -104,9 +104,9 @@ class PositionSearch:
             self._best = best_position(self._knowledge(announced), self._roster.entries)
         return self._best
 
-    def _knowledge(self, announced: int = 0) -> Knowledge:
+    def _knowledge(self, announced: int = 0) -> RecoveryKnowledge:
         known, members = self.known, self._roster.entries
-        return Knowledge(
+        return RecoveryKnowledge(
             self._config.stages,
             self._config.first_save,
             self.proves,

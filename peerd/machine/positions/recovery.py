@@ -16,7 +16,7 @@ from peerd.machine.swarm.roster import START, RosterEntry
 
 
 @dataclass(frozen=True, slots=True)
-class Knowledge:
+class RecoveryKnowledge:
     """The conductor's facts for the choice. `proves`: was a position surely the run's?"""
 
     stages: int
@@ -29,7 +29,7 @@ class Knowledge:
     forsaken: bool = False  # what is missing was waited for long enough: the start will do
 
 
-def best_position(knowledge: Knowledge, members: Mapping[str, RosterEntry]) -> Position | None:
+def best_position(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntry]) -> Position | None:
     """Returns the newest position that every stage can reach, or None if there is no such position.
 
     Every peer can make the parameters of step 0 again. But going back to them from a step that some peer may have saved
@@ -59,7 +59,7 @@ def best_position(knowledge: Knowledge, members: Mapping[str, RosterEntry]) -> P
     return best
 
 
-def unproven(knowledge: Knowledge, members: Mapping[str, RosterEntry]) -> dict[Position, list[str]]:
+def unproven(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntry]) -> dict[Position, list[str]]:
     """Claimed positions that are not proven, the newest first, each with the members that claim it."""
     found: dict[Position, list[str]] = {}
     for post, member in sorted(members.items()):

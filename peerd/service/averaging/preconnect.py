@@ -1,8 +1,8 @@
 """Links to all peers that will average together, made before their round is due: drives
 `machine/connectivity/preconnect` over the host.
 
-The conductor says which peers these are, and when the step is due (`Following`). A list of strangers costs dials, a few
-at once; what cannot be reached is left to the round itself, which names it.
+The conductor says which peers these are, and when the step is due (`ConductorClient`). A list of strangers costs dials,
+a few at once; what cannot be reached is left to the round itself, which names it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from peerd.core.ids import PeerId
 from peerd.machine.averaging.topology import foretold_mates
 from peerd.machine.connectivity.preconnect import Assembly
 from peerd.net.host.host import Host
-from peerd.service.conductor.conductor_client import Following
+from peerd.service.conductor.conductor_client import ConductorClient
 
 log = logging.getLogger("peerd.service.averaging.preconnect")
 
@@ -26,7 +26,7 @@ _LOOK_S = 2.0  # links may break, and forecasts change
 class Assembling:
     """Links of one peer. `group_size`: the run's."""
 
-    def __init__(self, host: Host, following: Following, group_size: int = 0) -> None:
+    def __init__(self, host: Host, following: ConductorClient, group_size: int = 0) -> None:
         self._host, self._following, self._group_size = host, following, group_size
         self._assembly = Assembly(host.id.text)
 

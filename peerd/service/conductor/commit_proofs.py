@@ -25,7 +25,7 @@ from peerd.machine.positions.proven_positions import KEEPERS
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.swarm.posts import peer_of
 from peerd.net.host.host import Host
-from peerd.service.conductor.conductor_client import Following
+from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 
 _SHOW: Final = "proofs/1/show"
@@ -39,7 +39,7 @@ _AT_ONCE: Final = 32  # signatures verified in one turn: about three millisecond
 class CommitProofs:
     """See the module's header. `run`: the fingerprint."""
 
-    def __init__(self, run: bytes, rpc: Rpc, host: Host, following: Following, trusted: Collection[str]) -> None:
+    def __init__(self, run: bytes, rpc: Rpc, host: Host, following: ConductorClient, trusted: Collection[str]) -> None:
         self._run, self._rpc, self._host, self._following = run, rpc, host, following
         self.evidence = Evidence()
         self.trusted = frozenset(trusted)

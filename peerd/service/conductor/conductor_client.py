@@ -73,7 +73,7 @@ class MembersListing:
 
 
 @dataclass(slots=True)
-class Following:
+class ConductorClient:
     """See the module's header. `joined_since`: when this peer joined stage 0; None when it is not of stage 0."""
 
     rpc: Rpc

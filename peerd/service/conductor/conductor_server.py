@@ -19,7 +19,7 @@ from peerd.core.work import Worker
 from peerd.machine.conductor.conductor import Conductor
 from peerd.net.host.host import Host, PeerDown
 from peerd.service.conductor.commit_proofs import CommitProofs
-from peerd.service.conductor.conductor_client import Following
+from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.duty import Duty
 from peerd.service.conductor.machine_driver import MachineDriver
 from peerd.service.conductor.network_desk import NetworkDesk
@@ -46,7 +46,7 @@ class Conducting:
         rpc: Rpc,
         host: Host,
         clock: Clock,
-        following: Following,
+        following: ConductorClient,
         proofs: CommitProofs | None = None,
     ) -> None:
         proofs = proofs or CommitProofs(config.fingerprint, rpc, host, following, ())

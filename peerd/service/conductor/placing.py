@@ -23,7 +23,7 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import MemberInfo, PostsHeld, WhichPosts
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.swarm.placement import Arrival, Move, Need, Seat, Vacancies, place
-from peerd.service.conductor.conductor_client import Following
+from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.rivals import POSTS, Rivals
 from peerd.service.rpc.types import Answer, Incoming
 
@@ -37,7 +37,7 @@ _DIRECTORY_S: Final = 10.0  # for the directory, which asks many
 class Placing:
     """See the module's header. `run`: the run's fingerprint."""
 
-    def __init__(self, run: bytes, following: Following, rivals: Rivals, clock: Clock) -> None:
+    def __init__(self, run: bytes, following: ConductorClient, rivals: Rivals, clock: Clock) -> None:
         self._run, self._following, self._rivals, self._clock = run, following, rivals, clock
         self._directory, self._own = following.directory, following.own
         self._vacancies = Vacancies(self._own.text, self._directory.stages)

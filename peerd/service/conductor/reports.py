@@ -36,7 +36,7 @@ from peerd.machine.positions.phases import Phase
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.swarm.events import MemberHello, TrainerReport
 from peerd.machine.swarm.posts import post_name
-from peerd.service.conductor.conductor_client import Following
+from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.duty import Duty
 from peerd.service.conductor.machine_driver import MEMBERS, MachineDriver
 from peerd.service.conductor.tenure import Tenure
@@ -58,7 +58,7 @@ _NO_SEQS = Seqs()
 class Reports:
     """See the module's header. `run`: the fingerprint of the run that is conducted."""
 
-    def __init__(self, run: bytes, rpc: Rpc, following: Following, duty: Duty, driver: MachineDriver) -> None:
+    def __init__(self, run: bytes, rpc: Rpc, following: ConductorClient, duty: Duty, driver: MachineDriver) -> None:
         self._run, self._rpc, self._following = run, rpc, following
         self._duty, self._driver = duty, driver
 

@@ -26,7 +26,7 @@ from peerd.core.limits import LOOKED_AT_ONCE, LOOKED_AT_PEERS, TERM_FIRST, TERM_
 from peerd.core.messages.swarm import Conducts, Position, PostsHeld, WhichPosts, WhoConducts
 from peerd.machine.positions.proven_positions import Backing
 from peerd.net.host.host import Host
-from peerd.service.conductor.conductor_client import Following
+from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.rpc.rpc import Rpc
 
 log = logging.getLogger("peerd.service.conductor.rivals")
@@ -64,7 +64,7 @@ class Reigning:
 class Rivals:
     """One peer's view of the other conductors of its run."""
 
-    def __init__(self, run: bytes, rpc: Rpc, host: Host, following: Following) -> None:
+    def __init__(self, run: bytes, rpc: Rpc, host: Host, following: ConductorClient) -> None:
         self._run, self._rpc, self._host, self.following = run, rpc, host, following
         self._at_once = trio.CapacityLimiter(LOOKED_AT_ONCE)
         self._doubted: set[PeerId] = set()  # conductors whose position was reported in the log as not proven

@@ -23,7 +23,7 @@ from peerd.machine.network.pair_meter import LinkLook, OwnLine, PairMeter
 from peerd.machine.network.report_changes import ReportChanges
 from peerd.net.host.host import Host
 from peerd.net.link.link import Link
-from peerd.service.conductor.conductor_client import Following
+from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.rpc.rpc import Rpc
 
 LOOK_S: Final = 1.0
@@ -66,7 +66,7 @@ class LinkWatch:
     """See the module's header. `line` tells what our own line carries."""
 
     def __init__(
-        self, run: bytes, net: tuple[Host, Rpc], clock: Clock, following: Following, line: Callable[[], HasLine]
+        self, run: bytes, net: tuple[Host, Rpc], clock: Clock, following: ConductorClient, line: Callable[[], HasLine]
     ) -> None:
         self._run, self._line, self._following = run, line, following
         self._host, self._rpc = net

@@ -26,7 +26,7 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.experts import Announced
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.machine.experts.claims import (
-    HostWords,
+    ClaimingHost,
     announcements,
     candidates,
     capacity,
@@ -374,7 +374,7 @@ class ExpertHost:
 
     def _records(self) -> list[Announced]:
         hosted = {uid: (hosted.generation, hosted.model.version) for uid, hosted in sorted(self.experts.items())}
-        return announcements(self.grid, hosted, HostWords(queue_s=self.server.queue_s()))
+        return announcements(self.grid, hosted, ClaimingHost(queue_s=self.server.queue_s()))
 
     async def _publish(self, publish: Callable[[list[Announced]], Awaitable[None]], records: list[Announced]) -> None:
         try:

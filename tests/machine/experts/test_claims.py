@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from peerd.core.experts.grid import Grid, Uid, coordinates_in
 from peerd.machine.experts.claims import (
-    HostWords,
+    ClaimingHost,
     announcements,
     candidates,
     capacity,
@@ -53,7 +53,7 @@ def test_capacity_is_the_users_limit_or_what_was_measured_and_never_more_than_th
 def test_announcements_name_every_expert_once_below_each_of_its_prefixes(grid: Grid, seed: int, count: int) -> None:
     uids = candidates(grid, random.Random(seed), count)[:count]
     hosted = {uid: (number, 10 * number) for number, uid in enumerate(uids)}
-    records = announcements(grid, hosted, HostWords(queue_s=-1.0, addrs=("/ip4/1.2.3.4/tcp/1",)))
+    records = announcements(grid, hosted, ClaimingHost(queue_s=-1.0, addrs=("/ip4/1.2.3.4/tcp/1",)))
     found = dict[Uid, tuple[int, int]]()
     for record in records:
         prefix, below = record.prefix.uid, coordinates_in(record.below)

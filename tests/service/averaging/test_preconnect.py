@@ -10,7 +10,7 @@ from trio.testing import MockClock
 from peerd.core.messages.swarm import Forecast, MemberInfo
 from peerd.net.host.host import Host
 from peerd.service.averaging.preconnect import Assembling
-from peerd.service.conductor.conductor_client import Following
+from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.swarm.directory import Directory
 from tests.worlds.machines.fakehost import FakeHost, TrioClock, fake_net
@@ -23,8 +23,8 @@ class Trusting:
         return members
 
 
-def following(host: FakeHost) -> Following:
-    return Following(Rpc(host, TrioClock()), host.id, cast(Directory, Trusting()))
+def following(host: FakeHost) -> ConductorClient:
+    return ConductorClient(Rpc(host, TrioClock()), host.id, cast(Directory, Trusting()))
 
 
 class Net:

@@ -16,7 +16,7 @@ from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.progress import StageProgress
 from peerd.core.messages.swarm import Leave, MemberInfo
-from peerd.service.conductor.conductor_client import Following
+from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.swarm.directory import StagePeer
 from tests.kit.declared import ANY
@@ -57,8 +57,8 @@ async def peers(count: int) -> AsyncIterator[tuple[FakeNet, list[PeerId], list[R
         nursery.cancel_scope.cancel()
 
 
-def following(rpc: Rpc, own: PeerId, directory: Any) -> Following:
-    return Following(rpc, own, directory)
+def following(rpc: Rpc, own: PeerId, directory: Any) -> ConductorClient:
+    return ConductorClient(rpc, own, directory)
 
 
 def conducts(rpc: Rpc, log: list[int], number: int) -> None:
@@ -105,7 +105,7 @@ async def test_one_that_answers_pings_and_no_calls_is_asked_twice_and_then_the_n
         rpcs[1].serve("swarm/5/test", Empty, hang, declared=ANY)
         conducts(rpcs[2], log, 2)
         links = LivingLinks()
-        me = Following(rpcs[0], ids[0], directory, ways=links)
+        me = ConductorClient(rpcs[0], ids[0], directory, ways=links)
         await me.ask("swarm/5/test", Empty, Empty, 10.0)
         assert log == [1, 1, 2]
         assert links.probed == [ids[1]]

@@ -17,7 +17,7 @@ from peerd.core.addr import tcp_addr
 from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.keys import Keypair
 from peerd.core.run.runfile import ExpertsSection, ModelSection, RunFile
-from peerd.machine.experts.claims import HostWords, announcements
+from peerd.machine.experts.claims import ClaimingHost, announcements
 from peerd.net.clock import RealClock
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.experts.blocking import BlockingExperts
@@ -88,7 +88,7 @@ async def test_experts_on_other_hosts_equal_those_of_one_process() -> None:
             server = ExpertServer(run, stack.rpc, stack.clock, experts)
             await nursery.start(server.run, worker, stack.host.supervise)
             board = ExpertDirectory(run, stack.rpc, stack.host, stack.dht, stack.clock)
-            await board.announce(announcements(grid, dict.fromkeys(experts, (0, 0)), HostWords(queue_s=0.0)))
+            await board.announce(announcements(grid, dict.fromkeys(experts, (0, 0)), ClaimingHost(queue_s=0.0)))
         caller = stacks[2]
         directory = ExpertDirectory(run, caller.rpc, caller.host, caller.dht, caller.clock)
         remote = BlockingExperts(ExpertClient(run, caller.rpc, directory, caller.clock, worker))

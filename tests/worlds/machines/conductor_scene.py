@@ -17,7 +17,7 @@ from peerd.machine.positions.proven_positions import Backing
 from peerd.machine.swarm.events import ConductorConfig, Event, SendMove, SendPrepare
 from peerd.machine.swarm.roster import START
 from peerd.service.conductor.commit_proofs import CommitProofs
-from peerd.service.conductor.conductor_client import Following
+from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.duty import Duty
 from peerd.service.conductor.machine_driver import MachineDriver
 from peerd.service.conductor.orders import ConductingConfig, Reign
@@ -70,7 +70,7 @@ class Orders:
 class Others:
     """In place of `Rivals`: who conducts, whose claim is better, who answers."""
 
-    def __init__(self, following: Following) -> None:
+    def __init__(self, following: ConductorClient) -> None:
         self.following = following
         self.terms: dict[PeerId, int] = {}
         self.looks: list[float] = []
@@ -100,7 +100,7 @@ class Scene:
 
     def __init__(self, **sizes: Any) -> None:
         self.directory, self.orders, self.notes = Directory(), Orders(), list[str]()
-        self.following = Following(cast(Any, None), OWN.peer_id, cast(Any, self.directory), joined_since=1.0)
+        self.following = ConductorClient(cast(Any, None), OWN.peer_id, cast(Any, self.directory), joined_since=1.0)
         self.others = Others(self.following)
         self.driver = MachineDriver(cast(Any, self.orders), self.others.answers, self.notes.append)
         self.unreachable: set[PeerId] = set()
