@@ -1,10 +1,11 @@
 """The conductor's duty: taken on when it is this peer's turn, given up when a peer with the better claim conducts.
 
-When a peer reports, and every peer before this one in the order is suspected (`ConductorClient.duty`), a tenure begins,
-in a term above all that are believed. Every few seconds, and soon after a report names a later term, the peers of stage
-0 are asked whether they conduct as well; `Rivals` weighs their claims. Who is itself conducted by another peer sends all
-that ask it to look further, except one that goes on asking: that one does not reach the conductor. Steps known by
-hearsay go to the machine. Hostile input: a term in any peer's report only makes this peer look.
+When a peer reports, and every peer before this one in the order is suspected (`ConductorClient.duty`), a tenure
+begins, in a term above all that are believed. Every few seconds, and soon after a report names a later term, the
+peers of stage 0 are asked whether they conduct as well; `Rivals` weighs their claims. Who is itself conducted by
+another peer sends all that ask it to look further, except one that goes on asking: that one does not reach the
+conductor. Steps known by hearsay go to the machine. Hostile input: a term in any peer's report only makes this peer
+look.
 """
 
 from __future__ import annotations
