@@ -6,8 +6,8 @@
 
 All samples are alike, so that every batch has one gradient, whoever brought its microbatches: plain torch can make the
 same steps without being told what was in them, while anything counted twice, left out or slipped in shows. Lines are
-limited, so that processor time is left for the attackers; these have the lowest priority, since real ones compute
-elsewhere.
+limited, so that processor time is left for the attackers; these get only what nobody else wants, since real ones
+compute elsewhere.
 Linux only: memory is read from /proc, and every address in 127/8 is this machine's.
 """
 
@@ -89,7 +89,7 @@ class Soak:
     """The processes of one soak, and what is seen of them."""
 
     folder: Path
-    line_mbit: float = 20.0  # of each honest peer, both ways
+    line_mbit: float = 10.0  # of each honest peer, both ways
     honest: list[Honest] = field(default_factory=list)
     hostile: list[subprocess.Popen[bytes]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
@@ -138,7 +138,7 @@ class Soak:
             arguments = ["--run", str(self.run_file()), "--targets", targets, "--address", f"127.0.{number + 1}.1"]
             self.hostile.append(
                 subprocess.Popen(
-                    ["nice", "-n", "19", sys.executable, "-m", "scripts.hostile.process", *arguments]
+                    [sys.executable, "-m", "scripts.hostile.process", *arguments]
                     + ["--seed", str(seed)]
                     + (["--only", only] if only else []),
                     stdin=subprocess.DEVNULL,
@@ -276,7 +276,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="of attacks")
     parser.add_argument("--calm", type=float, default=4.0, help="minutes without, half before and half after")
     parser.add_argument("--attackers", type=int, default=5)
-    parser.add_argument("--line-mbit", type=float, default=20.0, help="less on a machine that is full in calm already")
+    parser.add_argument("--line-mbit", type=float, default=10.0, help="of each honest peer")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="names of attacks, with commas between")
     parser.add_argument("--keep", type=Path, help="folder for logs and data, which stays")

@@ -6,6 +6,7 @@ others have long been able to do it too. In pipelines the stages set the pace, a
 measured here from reports; what a trainer says of its speed counts for nothing. Invariant: the fastest trainer that
 wishes and has nothing under way is never passed over, so a batch is filled whoever is slow; but one that did not
 finish what it had is given less (`Leash`), and its place goes to others when the step has long waited for nobody else.
+Newcomers get little, until they have helped to make a step (`Newcomers`).
 Who trains alone is given all that it wishes for, however slow: nobody else could do it.
 With each report only trainers are looked at whose wishes may have no place yet: `wish_again` names those that lost one.
 """
@@ -22,11 +23,10 @@ from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.forecast import TrainerPace, WorkerPace, shared_in_s, whole_in_s
 from peerd.machine.batch.lateness import Lateness, Usual
 from peerd.machine.batch.ledger import Ledger
-from peerd.machine.batch.probation import Probation
+from peerd.machine.batch.newcomers import WAIT_S, Newcomers
 from peerd.machine.batch.trainer_limit import Leash
 
 _TURN_KEEP = 0.7  # of how long a microbatch took from admission to its end, at each new one
-_NEWCOMER_LEASE_S = 2.0  # how long a whole batch waits for a trainer that never helped to make a step, at first
 _PATIENCE_MOST = 6  # doublings of patience while nobody finishes anything
 _HALVINGS_MOST = 4  # of the lease of a trainer that stood in the way
 
@@ -52,11 +52,9 @@ class Admission:
         self._own_pace = own_pace
         self._trainers: dict[str, _Trainer] = {}
         self._leashes = BoundedDict[str, Leash](LEASHED_TRAINERS)
-        self._proven = BoundedDict[str, None](LEASHED_TRAINERS)  # trainers that helped to make a step
-        self._seasoned: set[str] = set()  # of those here, the proven ones
         self._first: str | None = None  # by name; None: to be looked for
         self._wishing: dict[str, None] = {}  # trainers that may wish for something which has no place in a batch
-        self.probation = Probation()
+        self.newcomers = Newcomers()
         self._patience = 0  # how often leases ran out since anybody finished anything
         self._ran_out_at = 0.0
 
@@ -70,7 +68,7 @@ class Admission:
     @property
     def experienced(self) -> Set[str]:
         """The trainers here that have helped to make a step; all that are here, where none has."""
-        return self._seasoned or self._trainers.keys()
+        return self.newcomers.others or self._trainers.keys()
 
     def absent(self, trainers: KeysView[str]) -> set[str]:
         """Those of them that are not here."""
@@ -88,15 +86,14 @@ class Admission:
         if known is None:
             known = self._trainers[trainer] = _Trainer()
             self._first = None
-            if trainer in self._proven:
-                self._seasoned.add(trainer)
+            self.newcomers.arrived(trainer)
         self._wishing[trainer] = None
         known.open, known.bound, known.bound_to = wishes, frozenset(bound), bound_to
 
     def gone(self, trainer: str) -> None:
         self._trainers.pop(trainer, None)
         self._wishing.pop(trainer, None)
-        self._seasoned.discard(trainer)
+        self.newcomers.gone(trainer)
         if trainer == self._first:
             self._first = None
 
@@ -127,18 +124,28 @@ class Admission:
             return Usual({name: (t.turn_s, t.pace.at) for name, t in trainers if t.turn_s})
 
         patience = 2.0 ** min(self._patience, _PATIENCE_MOST)
-        return Lateness(now, lease_s, self._least_lease(*lease_s), patience, usual, self._lease, self._done_at)
+        if not self.newcomers.are_waited_for:
+            return Lateness(now, lease_s, self._least_lease(*lease_s), patience, usual, self._lease, self._done_at)
+
+        def wait_ends(trainer: str) -> float | None:
+            return self.newcomers.wait_ends(now, trainer) if trainer in self.newcomers else None
+
+        return Lateness(now, lease_s, 0.0, patience, usual, self._lease, self._done_at, wait_ends)
+
+    def look_for_waits(self, now: float, due: Ledger) -> None:
+        """Take note whether the step waits for newcomers alone, while others would do their part of the batch."""
+        self.newcomers.look(now, due, lambda name: self._lacks_place(name, [due], ()))
 
     def _least_lease(self, lease: float, first: float) -> float:
         """No trainer that is here has a shorter lease."""
-        if 0 < len(self._seasoned) < len(self._trainers):  # there are newcomers
-            lease = min(lease, _NEWCOMER_LEASE_S)
+        if 0 < len(self.newcomers.others) < len(self._trainers):  # there are newcomers
+            lease = min(lease, WAIT_S)
         return min(first, lease / 2.0**_HALVINGS_MOST if self._leashes else lease)
 
     def _lease(self, now: float, trainer: str, lease: float) -> float:
         """The lease of one trainer, of `lease` for those that nothing is said against."""
-        if self.is_newcomer(trainer):
-            lease = min(lease, _NEWCOMER_LEASE_S * 1.5 ** self.probation.times(now, trainer))
+        if trainer in self.newcomers:
+            return min(lease, self.newcomers.lease_s(now, trainer))
         leash = self._leashes.get(trainer)
         return lease / 2.0 ** min(leash.strikes if leash is not None else 0, _HALVINGS_MOST)
 
@@ -159,27 +166,15 @@ class Admission:
 
         `proven`: as in `Probation.failed`.
         """
-        if self.is_newcomer(trainer):
-            self.probation.failed(now, trainer, proven=proven)
+        if trainer in self.newcomers:
+            return self.newcomers.failed(now, trainer, proven=proven)
         leash = self._leashes.setdefault(trainer, Leash())
         known = self._trainers.get(trainer)
         return leash.strike(now, under_way, known is not None and known.turn_s > 0)
 
-    def has_helped(self, trainer: str) -> bool:
-        """True when it has helped to make a step."""
-        return trainer in self._proven
-
-    def is_newcomer(self, trainer: str) -> bool:
-        """True when it has not yet helped to make a step, while others here have."""
-        return trainer not in self._proven and bool(self._seasoned)
-
     def step_made(self, helped: Iterable[str]) -> None:
         """Record that these helped to make a step; a trainer that had stood in the way recovers."""
-        for trainer in helped:
-            if trainer not in self._proven:
-                self.probation.helped(trainer)
-            self._proven[trainer] = None
-        self._seasoned = {trainer for trainer in self._trainers if trainer in self._proven}
+        self.newcomers.step_made(helped, self._trainers)
         for trainer in [trainer for trainer, leash in self._leashes.items() if not leash.step_made()]:
             del self._leashes[trainer]
 
@@ -187,8 +182,8 @@ class Admission:
         """Number of microbatches that a trainer may have under way; None: any number."""
         leash = self._leashes.get(trainer) if len(self._trainers) > 1 else None
         most = None if leash is None else 0 if leash.until > now and self._somebody_is_rested(now) else leash.most
-        if most != 0 and self.is_newcomer(trainer):  # one microbatch, until a step has counted one
-            return 0 if self.probation.waits(now, trainer) else 1
+        if most != 0 and trainer in self.newcomers:
+            return 0 if self.newcomers.why_nothing(now, trainer) else 1
         return most
 
     def why_nothing(self, now: float, trainer: str) -> str:
@@ -198,7 +193,7 @@ class Admission:
         leash = self._leashes.get(trainer)
         if leash is not None and leash.until > now:
             return "a pause, since this trainer did not finish microbatches that it was given"
-        return self.probation.own_reason(now, trainer) or self.probation.places_reason(now, trainer)
+        return self.newcomers.why_nothing(now, trainer)
 
     def _somebody_is_rested(self, now: float) -> bool:
         return any(name not in self._leashes or self._leashes[name].until <= now for name in self._trainers)
@@ -227,14 +222,12 @@ class Admission:
         self._wishing = {name: None for name in self._wishing if self._lacks_place(name, ledgers, counted)}
         if not self._wishing:  # most reports wish for nothing new
             return
-        trainers = {name: self._trainers[name] for name in self._wishing}
-        # Trainers never measured come first, so that one step tells of them all.
-        order = sorted(trainers.items(), key=lambda item: (item[1].seconds > 0 and self._own_pace, item[0]))
-        workers = self._at_work(now, _begun(ledgers)) if self._own_pace else {}
+        trainers = {name: self._trainers[name] for name in self._in_order(now, ledgers)}
         given = {name: self._given(now, name) for name in trainers}
+        workers = self._at_work(now, _begun(ledgers)) if self._own_pace else {}
         under_way = {name: sum(one.under_way[name] for one in ledgers) for name in trainers}
-        left = set[str]()  # trainers with a wish that gets no place now
-        for mb in _in_turn([(name, own.open) for name, own in order], ledgers):
+        left = self._wishing.keys() - trainers.keys()  # trainers with a wish that gets no place now
+        for mb in _in_turn([(name, own.open) for name, own in trainers.items()], ledgers):
             if ledger.full:
                 return
             if any(mb in one.entries for one in ledgers) or mb in counted:
@@ -246,6 +239,8 @@ class Admission:
             if self._own_pace and not _in_time(mb.trainer, ledger.capacity - len(ledger.entries), workers):
                 continue
             under_way[mb.trainer] += 1
+            if mb.trainer in self.newcomers:
+                self.newcomers.let_in(now, mb.trainer, ledger)
             yield mb
             if self._own_pace:
                 before = workers[mb.trainer]
@@ -254,6 +249,13 @@ class Admission:
         self._wishing = {
             name: None for name in self._wishing if name in left and self._lacks_place(name, ledgers, counted)
         }
+
+    def _in_order(self, now: float, ledgers: Sequence[Ledger]) -> list[str]:
+        """The trainers that wish for a microbatch and may get one, in the order in which they take turns."""
+        others = [name for name in self._wishing if name not in self.newcomers]
+        # Trainers never measured come first, so that one step tells of them all.
+        others.sort(key=lambda name: (self._trainers[name].seconds > 0 and self._own_pace, name))
+        return [*self.newcomers.first(now, self._wishing, ledgers), *others]
 
     def _lacks_place(self, trainer: str, ledgers: Sequence[Ledger], counted: Container[Mb]) -> bool:
         """True when a microbatch that the trainer wishes for has no place in a batch."""

@@ -127,8 +127,9 @@ class Batches:
         ledger, step = of
         if len(done.holders) != len(self._stages) or mb in self.counted or mb in self._void:
             return False
-        if self.trainers.is_newcomer(mb.trainer) and not self._shows(step, mb, done):
+        if mb.trainer in self.trainers.newcomers and not self._shows(step, mb, done):
             self.strike(now, mb.trainer, proven=True)
+            ledger.newcomers -= mb in ledger.entries  # nobody waited: another newcomer may have this place
             self.tell(f"trainer …{mb.trainer[-8:]} is new and credits peers without their receipts: it is given less")
             return self.void([mb])
         if not ledger.admit(mb, now):
@@ -169,7 +170,7 @@ class Batches:
         due = self._dead(self.due, settled, lateness)
         early = self._dead(self.early, self._nothing, lateness)
         late = Counter(mb.trainer for mb in (*due, *early) if mb.trainer in self.trainers)
-        if late:
+        if any(trainer not in self.trainers.newcomers for trainer in late):  # what these do says nothing of the others
             self.trainers.ran_out(now)
         for trainer in sorted(late):
             self.strike(now, trainer)

@@ -14,6 +14,7 @@ from typing import Final
 
 _SLACK_S: Final = 1e-3
 _LATE_FACTOR: Final = 4.0  # times as long as it usually takes others
+_NEWCOMER_FACTOR: Final = 1.5  # the same, for a newcomer for which nobody waits any longer
 
 
 class Usual:
@@ -44,7 +45,8 @@ class Usual:
 class Lateness:
     """See the module's header. `lease` shortens a lease by what is known of a trainer, `done_at` is its last end.
 
-    `least_s`: no lease is shorter; `usual` is asked once, when it matters.
+    `least_s`: no lease is shorter; `usual` is asked once, when it matters. `wait_ends`: when the step no longer waits
+    for a newcomer; None: it waits for others too, or the trainer is no newcomer.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class Lateness:
         usual: Callable[[], Usual],
         lease: Callable[[float, str, float], float],
         done_at: Callable[[str], float],
+        wait_ends: Callable[[str], float | None] = lambda trainer: None,
     ) -> None:
         self._now, self._lease_s, self._patience = now, lease_s, patience
         # Whoever is here is in time with what was admitted after this. Not to the last digit: `is_overdue` decides.
         self.since = now - least_s * patience + _SLACK_S
         self._find_usual, self._lease, self._done_at = usual, lease, done_at
+        self._wait_ends = wait_ends
         self._found: Usual | None = None
 
     @property
@@ -71,6 +75,8 @@ class Lateness:
 
     def is_overdue(self, trainer: str, since: float) -> bool:
         """True when the trainer has had its microbatch, admitted at `since`, for far too long."""
+        if (ends := self._wait_ends(trainer)) is not None and self._usual.has_others(trainer):
+            return self._now > ends and self._now - since > _NEWCOMER_FACTOR * self._usual.turn_s(trainer)
         lease, first = self._lease_s
         own = self._lease(self._now, trainer, lease)
         if self._now - since <= min(own, first) * self._patience:

@@ -50,6 +50,7 @@ class Ledger:
     open: dict[str, dict[int, Entry]] = field(default_factory=dict)  # by trainer, of those that have some, and number
     under_way: Counter[str] = field(default_factory=Counter)  # number of entries that are not `done`, by trainer
     undone: int = 0  # of all trainers together
+    newcomers: int = 0  # microbatches that newcomers were given so far, also those that they did not finish in time
     unsaid: int = 0  # number of entries that are not `done`, and held in every stage: members have said so
     held: list[dict[str, dict[Mb, None]]] = field(default_factory=list)  # by stage and holder, of those that have some
 
@@ -62,7 +63,7 @@ class Ledger:
         self.by_trainer.clear()
         self.open.clear()
         self.under_way.clear()
-        self.undone = self.unsaid = 0
+        self.undone = self.unsaid = self.newcomers = 0
         self.missing = [0] * self.stages
         for held in self.held:
             held.clear()

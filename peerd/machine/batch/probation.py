@@ -3,7 +3,7 @@
 A failure counts against the identity that failed. Most prove nothing about other peers: one that was killed, or
 whose machine is overloaded, looks like one that is silent on purpose. Identities are free, though; places (an address,
 an IPv6 /64) are not. So each place has an account. Failures of its newcomers raise it, each newcomer that helps to make
-a step lowers it. From `_SEVERAL` on, newcomers of the place are let in one at a time: one each step, then one in
+a step lowers it. From `SEVERAL` on, newcomers of the place are let in one at a time: one each step, then one in
 two, four ... steps. Only proven faults, such as a forged receipt, of several identities make all newcomers of a place
 wait for some time. A peer that has helped to make a step is on its own account from then on, wherever it connects from.
 Decides only; the caller knows which peers have helped, and where each one is. Hostile input: any number of identities;
@@ -22,7 +22,7 @@ from peerd.core.limits import PROBATION_PEERS, PROBATION_PLACES
 _WAIT_S: Final = 15.0  # the first time
 _WAIT_MOST_S: Final = 600.0  # a household or a school may stand behind one address
 _FADES_S: Final = 1800.0  # after so long without another, one time is forgotten
-_SEVERAL: Final = 3  # failures at one place, less the newcomers that helped since, until newcomers come one at a time
+SEVERAL: Final = 3  # failures at one place, less the newcomers that helped since, until newcomers come one at a time
 _PROVEN: Final = 2  # identities of one place whose faults are proven, until all its newcomers wait
 _DOUBLINGS: Final = 6
 
@@ -77,15 +77,17 @@ class Probation:
             return "several newcomers at this peer's address did what only a faulty or hostile peer does"
         return "newcomers at this peer's address held up steps, and are let in one at a time"
 
-    def times(self, now: float, newcomer: str) -> int:
-        """Number of failures of newcomers from its place that no other one from there has made up for."""
-        place = self._account(now, self._places, self._place_of(newcomer), kept=False)
-        return place.times
+    def times(self, now: float, newcomer: str) -> tuple[int, int]:
+        """Returns the number of this newcomer's failures, and of those of others from its place that no newcomer from
+        there has made up for.
+        """
+        own = self._account(now, self._peers, newcomer, kept=False).times
+        return own, max(0, self._account(now, self._places, self._place_of(newcomer), kept=False).times - own)
 
     def let_in(self, now: float, newcomer: str) -> None:
         """This newcomer is let in: of a place that is watched, it is the only one for a step."""
         place = self._places.get(self._place_of(newcomer)) if self._places else None
-        if place is not None and place.times >= _SEVERAL:
+        if place is not None and place.times >= SEVERAL:
             place.step, place.until = max(place.step, self._step + 1), max(place.until, now + _WAIT_S)
 
     def helped(self, newcomer: str) -> None:
@@ -94,7 +96,7 @@ class Probation:
         place = self._places.get(self._place_of(newcomer)) if self._places else None
         if place is not None:
             place.times = max(0, place.times - 1)
-            if place.times < _SEVERAL:
+            if place.times < SEVERAL:
                 place.step = 0
 
     def step_made(self) -> None:
@@ -110,8 +112,8 @@ class Probation:
         place = self._account(now, self._places, self._place_of(newcomer))
         place.proven += proven and not own.proven
         own.proven |= proven
-        for account, excess in ((own, own.times), (place, place.times + 1 - _SEVERAL)):
-            account.times, account.last = min(account.times + 1, _SEVERAL + _DOUBLINGS), now
+        for account, excess in ((own, own.times), (place, place.times + 1 - SEVERAL)):
+            account.times, account.last = min(account.times + 1, SEVERAL + _DOUBLINGS), now
             if excess >= 0:
                 account.step = self._step + 2 ** min(excess, _DOUBLINGS)
                 account.until = now + _wait_s(excess)

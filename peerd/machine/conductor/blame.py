@@ -30,7 +30,7 @@ class Blame:
     ) -> None:
         self._batches, self._roster, self._established = batches, roster, established
         self._verify, self._probation = origin.verify, Probation(origin.place_of)
-        batches.trainers.probation, batches.verify, batches.tell = self._probation, origin.verify, self.note
+        batches.trainers.newcomers.probation, batches.verify, batches.tell = self._probation, origin.verify, self.note
         self._standing = Standing(ban_s)
         self._declined = Probation()  # each member by itself
         self._refusals: dict[str, set[str]] = {}  # member -> trainers whose microbatches it could not sum

@@ -61,6 +61,7 @@ class StepCycle:
         """End leases that ran out: their microbatches go to other trainers."""
         if now < self._look_at:
             return
+        self._batches.trainers.look_for_waits(now, self._batches.due)
         if not self._batches.due.open and not self._batches.early.open:
             self.late = {}
             return

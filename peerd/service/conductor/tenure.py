@@ -93,7 +93,7 @@ class Tenure:
 
     def grant(self, step: int, trainer: str, seqs: list[int], *, early: bool = False) -> Grant | None:
         """A grant for these microbatches in the batch of `step`; None: there are none."""
-        helped = self.machine.batches.trainers.has_helped(trainer)
+        helped = self.machine.batches.trainers.newcomers.has_helped(trainer)
         return self._granting.grant(self.term, step, trainer, seqs, early=early, helped=helped)
 
     def evaluation_grant(self, step: int, trainer: str) -> Grant:

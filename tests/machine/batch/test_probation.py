@@ -97,8 +97,8 @@ def test_what_a_place_did_is_forgotten_with_time() -> None:
     some = Probation(place)
     for name in "abcd":
         some.failed(0.0, f"{name}@there")
-    assert some.times(0.0, "e@there") == 4
-    assert some.times(3600.0, "e@there") == 2
+    assert some.times(0.0, "e@there") == (0, 4)
+    assert some.times(3600.0, "e@there") == (0, 2)
     assert some.failed(4 * 3600.0, "e@there") == 15.0
 
 
@@ -316,7 +316,7 @@ def test_whoever_helped_to_make_a_step_is_no_newcomer() -> None:
 def trained() -> Batches:
     """A batch of four after a step that trainer t has helped to make."""
     batches = Batches(1, 4, Versions())
-    batches.trainers.probation = Probation(place)
+    batches.trainers.newcomers.probation = Probation(place)
     batches.verify = lambda *told: told[-1].signature == GENUINE
     view = StageView(lambda peer, stage: True, [False])
     batches.trainers.report("t@home", (0, 1, 2, 3))

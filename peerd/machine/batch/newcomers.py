@@ -1,0 +1,122 @@
+"""Newcomers among the trainers, those that have not yet helped to make a step: what they are given, and for how long.
+
+A newcomer has one microbatch at a time, until a step has counted one. All newcomers together get a quarter of a batch,
+before the others take their turns, so that they are done in time. Steps wait for them as `NewcomerWaits` allows.
+`Probation` keeps out those that failed. Where no trainer has helped yet, nobody is a newcomer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Final
+
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.limits import LEASHED_TRAINERS
+from peerd.machine.batch.ledger import Ledger
+from peerd.machine.batch.newcomer_waits import NewcomerWaits
+from peerd.machine.batch.probation import SEVERAL, Probation
+
+WAIT_S: Final = 2.0  # how long a step waits for a newcomer, at first
+_LONGER: Final = 1.5  # times as long after each failure: it may be slow
+_WAIT_MOST_S: Final = 30.0
+_PART: Final = 4  # newcomers get one microbatch of so many, and one at least
+
+
+class Newcomers:
+    """The newcomers of one run, as its conductor knows them."""
+
+    def __init__(self) -> None:
+        self.probation = Probation()
+        self._waits = NewcomerWaits()
+        self._helped = BoundedDict[str, None](LEASHED_TRAINERS)  # trainers that helped to make a step, also those gone
+        self._others: set[str] = set()  # of those here
+
+    @property
+    def others(self) -> Set[str]:
+        """The trainers here that have helped to make a step."""
+        return self._others
+
+    def __contains__(self, trainer: str) -> bool:
+        return trainer not in self._helped and bool(self._others)
+
+    def arrived(self, trainer: str) -> None:
+        """The trainer is here."""
+        if trainer in self._helped:
+            self._others.add(trainer)
+
+    def gone(self, trainer: str) -> None:
+        """The trainer is not here any more."""
+        self._others.discard(trainer)
+
+    def has_helped(self, trainer: str) -> bool:
+        """True when it has helped to make a step."""
+        return trainer in self._helped
+
+    def step_made(self, helped: Iterable[str], here: Iterable[str]) -> None:
+        """Record that these helped to make a step; `here`: all trainers."""
+        for trainer in helped:
+            if trainer not in self._helped:
+                self.probation.helped(trainer)
+            self._helped[trainer] = None
+        self._others = {trainer for trainer in here if trainer in self._helped}
+
+    def failed(self, now: float, newcomer: str, *, proven: bool) -> int:
+        """Record that a newcomer stood in the way; returns how often by now. `proven`: as in `Probation.failed`."""
+        self.probation.failed(now, newcomer, proven=proven)
+        return self.probation.times(now, newcomer)[0]
+
+    # --- places in the batch ----------------------------------------------------------------------------------
+
+    def why_nothing(self, now: float, newcomer: str) -> str:
+        """The text on why a newcomer gets no microbatch for now; "" where it gets one."""
+        if self.probation.own_reason(now, newcomer):
+            return "this trainer did not finish its microbatch in time, and sits out the next steps"
+        if told := self.probation.places_reason(now, newcomer):
+            return told
+        own, _ = self.probation.times(now, newcomer)
+        if own and self._waits.most_s(now) < self.lease_s(now, newcomer):
+            return "this trainer did not finish its microbatch in time, and gets another when steps can wait for it"
+        return "steps have waited for newcomers for long enough, for now" if self._waits.most_s(now) < 0 else ""
+
+    def first(self, now: float, wishing: Iterable[str], ledgers: Sequence[Ledger]) -> list[str]:
+        """The newcomers that get a place in the first of the batches, in turn: first those of places where few failed.
+
+        `wishing`: trainers that wish for one; `ledgers`: the batches that are filled.
+        """
+        due = ledgers[0]
+        left = max(1, due.capacity // _PART) - due.newcomers
+        busy = {name for one in ledgers for name in one.under_way}
+        failures = {name: sum(self.probation.times(now, name)) for name in wishing if name in self and name not in busy}
+        able = [name for name in failures if not self.why_nothing(now, name)]
+        return sorted(able, key=failures.__getitem__)[: max(0, left)]
+
+    def let_in(self, now: float, newcomer: str, ledger: Ledger) -> None:
+        """A newcomer has a place in the batch."""
+        ledger.newcomers += 1
+        self.probation.let_in(now, newcomer)
+
+    # --- waiting ----------------------------------------------------------------------------------------------
+
+    @property
+    def are_waited_for(self) -> bool:
+        """True while the step waits for newcomers alone, or for others that do their part instead."""
+        return self._waits.is_on
+
+    def look(self, now: float, due: Ledger, would: Callable[[str], bool]) -> None:
+        """Take note whether the step waits because of newcomers. `would`: true when this trainer would do more."""
+        waits = due.full and bool(due.open)
+        if waits and not self._waits.is_on:
+            waits = all(map(self.__contains__, due.open)) and any(map(would, self._others))
+        self._waits.look(now, waits)
+
+    def lease_s(self, now: float, newcomer: str) -> float:
+        """How long steps wait for a newcomer: longer after each failure of its own."""
+        own, _ = self.probation.times(now, newcomer)
+        return min(WAIT_S * _LONGER**own, _WAIT_MOST_S)
+
+    def wait_ends(self, now: float, newcomer: str) -> float:
+        """Returns the time until which the step under way waits for a newcomer alone: not at all where others of its
+        place have failed.
+        """
+        _, others = self.probation.times(now, newcomer)
+        return self._waits.end(self.lease_s(now, newcomer) if others < SEVERAL else 0.0)
