@@ -99,7 +99,8 @@ def find_files(path: str, key: str = "data") -> dict[str, Path]:
         patterns = [path] if os.path.exists(path) else path.split(",")
         found = sorted({file for pattern in patterns for file in _matches(pattern.strip())})
     if not found:
-        raise ConfigError(f"{key}.path {path}: no file matches (looked from {Path.cwd()})")
+        else_ = f"put text there, or name other files ({key}.path; stdlib: the sources of Python's library)"
+        raise ConfigError(f"{key}.path {path}: no file matches (looked from {Path.cwd()}): {else_}")
     base = os.path.commonpath([file.parent for file in found])
     return {file.relative_to(base).as_posix(): file for file in found}
 
