@@ -19,15 +19,22 @@ from collections import deque
 from collections.abc import Iterable
 from random import Random
 
-from peerd.core.limits import STATE_DONORS, STATE_PIECES_IN_FLIGHT, STATE_PIECES_PER_DONOR
+from peerd.core.limits import (
+    RPC_LEAST_BYTES_PER_S,
+    STATE_DONORS,
+    STATE_PIECE_BYTES,
+    STATE_PIECES_IN_FLIGHT,
+    STATE_PIECES_PER_DONOR,
+)
 from peerd.machine.rate.backoff import backoff_s
 from peerd.machine.state import download_events as dl
 from peerd.machine.state.donors import LEAST_PIECE_S, UNKNOWN_PIECE_S, Donor, DonorStanding, PieceInFlight
 from peerd.machine.state.quorum import VOUCHERS, Claim, Poll, camps, meeting_step
 
 _MANIFEST_TIMEOUT_S = 120.0  # a donor copies and hashes its state first
-_PIECE_TIMEOUT_S = 30.0
-_STALL_S = 120.0
+_PIECE_TIMEOUT_S = 30.0  # beside what the pieces under way take on a slow line
+_STALL_S = 120.0  # likewise
+_SLOW_PIECE_S = STATE_PIECE_BYTES / RPC_LEAST_BYTES_PER_S  # a piece by itself on such a line
 _PAUSE_S = 0.5  # after the first failure of a donor; then twice as long each time
 _AGAIN_S = 0.05  # before donors that stand at different steps are asked again; then twice as long
 _MOST_PAUSE_S = 10.0  # whatever a donor says about when to come back
@@ -107,7 +114,7 @@ class Download:
         """Decide what is to be done now; call it at `wake_at` and at the start."""
         out: list[dl.Output] = []
         self._now = now
-        self._wakes = [self._moved_at + _STALL_S]
+        self._wakes = [self._stalls_at]
         if not self._over:
             self._ask_claims(now, out)
             self._choose(now, out)
@@ -188,7 +195,7 @@ class Download:
         self.have = set(kept.have) if kept is not None else set()
         self._missing = deque(i for i in range(self._pieces) if i not in self.have)
         self._moved_at = self._now
-        self._wakes.append(self._now + _STALL_S)
+        self._wakes.append(self._stalls_at)
         out.append(dl.Chosen(claim, donors, why))
         older = [d.name for d in self._donors.values() if d.claim and d.claim.position < claim.position]
         self._ask_again(self._now, older, out)
@@ -232,7 +239,7 @@ class Download:
 
     def _next_giver(self, givers: list[Donor]) -> Donor | None:
         """The donor with room that would be done with one more piece first."""
-        if sum(map(len, self._flying.values())) >= STATE_PIECES_IN_FLIGHT:
+        if self._in_flight >= STATE_PIECES_IN_FLIGHT:
             return None
         free = [d for d in givers if len(d.flights) < d.window(STATE_PIECES_PER_DONOR)]
         return min(free, key=lambda d: (d.takes_s(len(d.flights) + 1), len(d.flights)), default=None)
@@ -261,7 +268,7 @@ class Download:
         flight = donor.depart(now, self._next_ask, piece)
         self._flying.setdefault(piece, []).append(flight)
         self._wakes.append(donor.quiet_at())
-        self._ask(donor, piece, _PIECE_TIMEOUT_S, out, flight)
+        self._ask(donor, piece, _PIECE_TIMEOUT_S + self._in_flight * _SLOW_PIECE_S, out, flight)
 
     def _arrived(self, now: float, piece: int, flight: PieceInFlight | None, out: list[dl.Output]) -> None:
         self._moved_at = now
@@ -324,8 +331,8 @@ class Download:
             donor.claim = None
 
     def _give_up_when_hopeless(self, now: float, out: list[dl.Output]) -> None:
-        if now >= self._moved_at + _STALL_S:
-            self._end(dl.GaveUp(self._reason(f"nothing has come for {_STALL_S:.0f} s")), out)
+        if now >= self._stalls_at:
+            self._end(dl.GaveUp(self._reason(f"nothing has come for {now - self._moved_at:.0f} s")), out)
         elif self.chosen is not None and not self._pending:
             givers = [d for d in self._donors.values() if d.standing is DonorStanding.CLAIMS and d.claim == self.chosen]
             if not givers:
@@ -342,6 +349,16 @@ class Download:
         out.append(last)
 
     # --- small things -----------------------------------------------------------------------------------------
+
+    @property
+    def _in_flight(self) -> int:
+        """Number of pieces asked for, counting those asked of two donors twice."""
+        return sum(map(len, self._flying.values()))
+
+    @property
+    def _stalls_at(self) -> float:
+        """Time at which the download is given up if no piece comes before: those under way may share a slow line."""
+        return self._moved_at + _STALL_S + self._in_flight * _SLOW_PIECE_S
 
     def _ask(
         self, donor: Donor, piece: int, timeout_s: float, out: list[dl.Output], flight: PieceInFlight | None = None
