@@ -19,7 +19,7 @@ import msgspec
 import trio
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.errors import NOT_CONDUCTING, OTHER_RUN_FILE, Refused, RemoteError
+from peerd.core.errors import NOT_CONDUCTING, OTHER_RUN_FILE, Refused, RemoteError, TooSlow
 from peerd.core.ids import PeerId
 from peerd.core.limits import REPORTS_AT_ONCE, REPORTS_PER_S, SUSPECTS
 from peerd.core.messages.encoding import Empty
@@ -53,6 +53,7 @@ _ROUNDS = 2  # that one refuses, and all others with it, until the duty passes i
 _STUBBORN = 25  # refusals in a row of a peer, about ten seconds, until one that failed is asked instead
 _FURTHER = 10  # peers later in the order that are asked as well, for each time that the first has refused
 _OVERDUE_S, _LOOK_S = 2.0, 1.0  # that an answer takes before its link is doubted, and between looks at it
+_FAILURES_ON_FULL_LINE = 6  # that are not held against a peer: a minute
 _ANEW_S = 3.0  # for another way to a peer whose link has ended
 _REFRESH_S = 3.0
 _GOODBYE_S = 1.0
@@ -287,7 +288,7 @@ class ConductorClient:
                 self.conductor = peer
                 self.changes += 1
                 self._forecast = None
-            began = trio.current_time()
+            began, before = trio.current_time(), self.rpc.came_bytes(peer)
             try:
                 answer = await self._call(peer, method, make(), reply, timeout_s)
             except Refused as error:
@@ -296,7 +297,8 @@ class ConductorClient:
                 await trio.sleep(_RETRY_S)
             except RemoteError as error:
                 self._waits_for, self._denied = f"the conductor: {error}", False
-                if not await self._reaches_anew(peer):
+                on_full_line = isinstance(error, TooSlow) and self.rpc.came_bytes(peer) != before
+                if not await self._reaches_anew(peer, on_full_line):
                     self._suspect_longer(began)
                     self.suspect(peer)
                 await trio.sleep(0.05)
@@ -333,11 +335,15 @@ class ConductorClient:
             ways.doubt(peer)
             await trio.sleep(_LOOK_S)
 
-    async def _reaches_anew(self, peer: PeerId) -> bool:
+    async def _reaches_anew(self, peer: PeerId, on_full_line: bool) -> bool:
         """True when a peer that was lost answers a ping, over another way if need be; once until it answers a call.
 
-        One whose link lives, and that answers no call, is suspected at the second failure.
+        One whose link lives, and that answers no call, is suspected at the second failure; `on_full_line`, where its
+        answer may be behind other bytes that come from it, some failures later.
         """
+        if on_full_line and self._failures.get(peer, (0, 0.0))[0] < _FAILURES_ON_FULL_LINE:
+            self._note_failure(peer)
+            return True
         if self.ways is None or peer == self.own or self.fails(peer):
             return False
         with trio.move_on_after(_ANEW_S), suppress(RemoteError):
