@@ -273,7 +273,7 @@ class RunServices:
 
     @cached_property
     def averaging(self) -> Averaging:
-        """All-reduce inside the stages that this peer serves or helps; serves `average/1` from now on."""
+        """All-reduce inside the stages that this peer serves or helps; serves `average/2` from now on."""
         from peerd.service.averaging.allreduce import Averaging  # brings numpy, which a backbone does not need
 
         averaging = Averaging(self._rpc, self._host.id, self._host.pace)

@@ -234,14 +234,14 @@ def in_round(attempt: bytes) -> list[Good]:
     values = np.ones(ELEMENTS, "float32")
     sent = [
         Good(
-            "average/1/parts",
+            "average/2/parts",
             AverageKey(attempt, number % 2),
             (TensorFrame("float32", (end - begin,), values[begin:end].tobytes()),),
             streaming=True,
         )
         for number, (begin, end) in enumerate(parts)
     ]
-    return [*sent, Good("average/1/alive", AverageKey(attempt, 0))]
+    return [*sent, Good("average/2/alive", AverageKey(attempt, 0))]
 
 
 # --- what a hostile peer answers, by the call -------------------------------------------------------------------------
@@ -264,8 +264,8 @@ ANSWERS = [
     Good("stage/5/prepare", REPLIES[1]),
     Good("stage/5/commit", Moved(_NEXT)),
     Good("stage/5/restore", Moved(START)),
-    Good("average/1/alive", AverageAlive(False)),
-    Good("average/1/alive", AverageAlive(True)),
+    Good("average/2/alive", AverageAlive(False)),
+    Good("average/2/alive", AverageAlive(True)),
     *(replace(good, body=Empty()) for good in in_round(ATTEMPT) if good.frames),
     Good("dht/3/ping", DHT_REPLIES[0]),
     Good("dht/3/find", DHT_REPLIES[1]),

@@ -41,9 +41,9 @@ def hangs(peer: Peer) -> trio.Event:
         await trio.sleep_forever()
 
     rpc = peer.role._ctx.rpc
-    rpc.serve("average/1/alive", AverageKey, alive, declared=ANY)
+    rpc.serve("average/2/alive", AverageKey, alive, declared=ANY)
     limits = declared(frames=1, frame_bytes=8 << 20)
-    rpc.serve_stream("average/1/parts", AverageKey, parts, declared=limits)
+    rpc.serve_stream("average/2/parts", AverageKey, parts, declared=limits)
     return met
 
 

@@ -112,7 +112,7 @@ def test_calls_of_a_peer_that_shows_no_token_are_refused_whatever_they_are() -> 
     async def main(club: Club) -> None:
         a = await club.member()
         outsider = await club.start(lambda peer: Papers())
-        for method in ("stage/5/forward", "average/1/part", "other/1/ask"):
+        for method in ("stage/5/forward", "average/2/part", "other/1/ask"):
             assert "none was shown that counts now" in await refused(outsider, a, method)
         waits = outsider.dht.status()["waits_for"]  # shown to its user, who has a run file without `access`
         assert waits.startswith(f"bootstrap {a.node.full_addr}: it refuses us: no valid token for run tiny")
@@ -137,7 +137,7 @@ def test_a_token_is_good_for_its_roles_only() -> None:
         told = await refused(trainer, stage, "stage/5/commit")
         assert "stage/5/commit is for stage; the token shown allows trainer" in told
         assert "is for aux, stage;" in await refused(trainer, stage, "swarm/5/member")
-        assert "average/1/part is for aux, stage" in await refused(trainer, stage, "average/1/part")
+        assert "average/2/part is for aux, stage" in await refused(trainer, stage, "average/2/part")
         with pytest.raises(Untrusted, match="stage/5/commit is served by stage; its token allows trainer"):
             await stage.ask(trainer, "stage/5/commit")
         assert trainer.called == []
@@ -182,7 +182,7 @@ def test_the_book_knows_who_has_shown_a_token_that_counts() -> None:
 def test_without_a_pipeline_a_trainer_is_the_one_stage_too() -> None:
     async def main(club: Club) -> None:
         a, b = [await club.member("trainer", number=n, run=run_file(stages=1)) for n in (1, 2)]
-        methods = ["stage/5/forward", "stage/5/commit", "swarm/5/member", "average/1/part"]
+        methods = ["stage/5/forward", "stage/5/commit", "swarm/5/member", "average/2/part"]
         for method in methods:
             await a.ask(b, method)
         assert b.called == [(a.id, method) for method in methods]

@@ -27,6 +27,7 @@ from peerd.core.limits import (
     MEMBERS,
     MICROBATCHES,
     REDO_AT_ONCE,
+    RPC_ROUND_DEADLINE_S,
     SAVED_TOLD,
     SEEN_POSITIONS,
     STAGES,
@@ -319,7 +320,7 @@ class Prepare(Message, frozen=True):
     group: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # sorted; of the stage: whom it meets
     assigned: Mbs  # what this member contributes; anything else it holds must come out
     samples: Annotated[int, msgspec.Meta(ge=1)]  # of the whole batch
-    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=RPC_ROUND_DEADLINE_S)]
     # Everyone in the round in the order of the cut, the group and helpers; empty: the group in equal shares.
     split: Annotated[list[Party], msgspec.Meta(max_length=MAX_MEMBERS)] = msgspec.field(default_factory=list)
     part_bytes: Annotated[int, msgspec.Meta(ge=0, le=AVERAGE_PART_BYTES)] = 0  # at most; 0: as the run file says
@@ -440,6 +441,7 @@ class AverageAlive(Message, frozen=True):
     """The answer of a member that takes part in a round's attempt; `coming`: it is still in an earlier round."""
 
     coming: bool = False
+    idle_s: Annotated[float, msgspec.Meta(ge=0, le=RPC_ROUND_DEADLINE_S)] = 0.0  # since bytes of others came or left
 
 
 class AverageKey(Message, frozen=True):

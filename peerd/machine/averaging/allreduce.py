@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, KeysView, Sequence
 from dataclasses import dataclass, replace
 
 from peerd.core.errors import PeerdError
@@ -291,9 +291,19 @@ class Round:
         self._hear(self._due.pop(index), now)
 
     @property
+    def others(self) -> KeysView[str]:
+        """All peers from which anything is waited for."""
+        return self._heard.keys()
+
+    @property
     def finished(self) -> bool:
         """True when we have every sum that is due to us, and every version that is due from others."""
         return not self._due and not self._missing
+
+    def heard(self, now: float, peer: str) -> None:
+        """Bytes of this peer come, or it says that what it waits for comes: it is slow, and not silent."""
+        if peer in self._heard:
+            self._hear(peer, now)
 
     def _hear(self, peer: str, now: float) -> None:
         self._times_heard += 1
@@ -305,6 +315,15 @@ class Round:
         whole = len(self.senders)
         lost = [p for p in due if p.index in self._due or (p.index in self._came and self._brought[p.index] < whole)]
         return sum(p.end - p.begin for p in lost) / max(1, sum(p.end - p.begin for p in due))
+
+    def progress(self) -> tuple[int, int]:
+        """Elements that have come from others, and that will: their versions of our parts, and sums of theirs."""
+        ours = [(self._brought[index], self.parts[index]) for index in self._came]
+        whole = len(self.senders) - (self.own in self.senders)
+        sums = [part for part in self.parts if part.owner != self.own and self.takes]
+        done = sum((brought - (self.own in self._came[p.index])) * (p.end - p.begin) for brought, p in ours)
+        done += sum(part.end - part.begin for part in sums if part.index not in self._due)
+        return done, sum(whole * (p.end - p.begin) for _, p in ours) + sum(part.end - part.begin for part in sums)
 
     def owes(self, sender: str) -> bool:
         """True while this sender owes us a part."""

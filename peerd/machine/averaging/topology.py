@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from peerd.core.limits import LINKS_INBOUND
+from peerd.core.limits import LINKS_INBOUND, RPC_LEAST_BYTES_PER_S
 from peerd.core.messages.swarm import GridRound
 from peerd.machine.averaging.bandwidth_probe import Exploring
 from peerd.machine.averaging.group_size import FailureRate, group_size
@@ -25,6 +25,7 @@ from peerd.machine.averaging.work_split import Lines, Split
 _FLAT = 8  # members: a grid of so few saves nothing
 _GROUP_MOST = LINKS_INBOUND // 2  # peers of one group: everyone has a connection to each of the others
 _UNKNOWN_BYTES_PER_S = 12.5e6  # a line of which nobody says anything
+_SEVERAL = 4.0  # a line that is used by others, too, carries less than it says
 _CALL_S = 0.001  # of computing, on a slow machine: what each further peer of a group costs a member,
 _PART_S = 0.0005  # and each part of its share, if known lines cut it; `bench.py grids` measures half of both
 _PARTS, _PART_BYTES = 8, 4096  # how many of these count at most, and how small they are
@@ -63,6 +64,7 @@ class Ordered:
     helpers: frozenset[str]
     rounds: dict[str, tuple[OrderedRound, ...]] = field(default_factory=dict)
     news: str = ""  # how it is ordered, where that is new
+    most_s: float = 0.0  # how long its bytes may take, by the lines and the size of the vector
 
 
 class Grouping:
@@ -89,6 +91,7 @@ class Grouping:
         if known is not None and made_from == known_from:  # many lines take long to divide
             return replace(known, news="")
         found = self._best(stage, group, rule.rounds)
+        found = replace(found, most_s=_most_s(found, len(group), self._lines.likely_vector_bytes(group)))
         self._last[stage] = made_from, found
         return replace(found, news="") if known is not None and found.news == known.news else found
 
@@ -164,6 +167,18 @@ def round_s(peers: int, xi_s_per_byte: float, vector_bytes: int) -> float:
     xi = xi_s_per_byte or 2 * (peers - 1) / peers / _UNKNOWN_BYTES_PER_S
     parts = min(_PARTS, vector_bytes // peers // _PART_BYTES) if xi_s_per_byte else 0
     return xi * vector_bytes + (_CALL_S + _PART_S * parts) * (peers - 1) + _TURN_S
+
+
+def _most_s(how: Ordered, count: int, vector_bytes: int) -> float:
+    """How long the bytes of an attempt may take: several times what the lines need, and enough for slow ones."""
+
+    def of(peers: int, split: Split | None) -> float:
+        needed_s = round_s(peers, split.xi_s_per_byte, vector_bytes) if split is not None else 0.0
+        return max(_SEVERAL * needed_s, 2 * vector_bytes / RPC_LEAST_BYTES_PER_S)
+
+    by_round = zip(*how.rounds.values(), strict=True)
+    grid_s = sum(max(of(len(one.meeting.peers), one.split) for one in set(found)) for found in by_round)
+    return grid_s if how.rounds else of(count, how.split)
 
 
 def _flat_s(count: int, split: Split | None, vector_bytes: int) -> float:

@@ -11,7 +11,8 @@ each time. Invariant: a client is never given a share.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -176,9 +177,17 @@ class Lines:
 
     def vector_bytes(self, group: tuple[str, ...]) -> int:
         """Size of the vectors that the group brings; 0: not known, or they are not alike."""
-        vectors = {(line.elements + line.further, line.dtype) for line in map(self._line, group)}
-        elements, dtype = vectors.pop() if len(vectors) == 1 else (0, "")
-        return elements * _ITEM_BYTES.get(dtype, 0)
+        sizes = set(self._sizes(group))
+        return sizes.pop() if len(sizes) == 1 else 0
+
+    def likely_vector_bytes(self, group: tuple[str, ...]) -> int:
+        """The size that more of the group tell of than of any other, the smaller of two; 0: nobody tells of any."""
+        told = Counter(size for size in self._sizes(group) if size)
+        return min(told, key=lambda size: (-told[size], size), default=0)
+
+    def _sizes(self, group: tuple[str, ...]) -> Iterator[int]:
+        for line in map(self._line, group):
+            yield (line.elements + line.further) * _ITEM_BYTES.get(line.dtype, 0)
 
     def split(self, stage: int, group: tuple[str, ...], *, helped: bool = True) -> Split | None:
         """Division of a round among `group` of `stage`; None: in equal shares. Raises NoSplit when nobody may sum.

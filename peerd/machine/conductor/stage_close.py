@@ -21,6 +21,7 @@ from peerd.machine.swarm.roster import Roster
 _HEAR_S = 0.5  # wait for others' reports when a member has lost a peer: they lose it in the same moments
 _LATE_FACTOR = 3.0  # times as long as the first half of the members took, the rest may take
 _RETRY_MOST_S = 5.0
+_DOUBLINGS = 10  # of the time of an attempt
 
 
 class Closing:
@@ -122,10 +123,12 @@ class Closing:
         close.waiting, close.prepared, close.digests = set(group), set(), {}
         if how.news:
             self.blame.note(how.news)
+        # Lines may carry less than is known of them: after each attempt in vain the next one gets twice the time.
+        most_s = how.most_s * 2.0 ** min(close.failures, _DOUBLINGS)
         orders = []
         for peer in (*group, *sorted(close.helpers)):
             part, rounds = assigned.get(peer, ()), how.rounds.get(peer, ())
-            orders.append(SendPrepare(peer, close.attempt, lineage, group, part, how.split, rounds))
+            orders.append(SendPrepare(peer, close.attempt, lineage, group, part, how.split, rounds, most_s))
         close.orders = {order.peer: order for order in orders}
         self._out += orders
 

@@ -46,6 +46,7 @@ from peerd.core.limits import (
     RPC_FRAMES,
     RPC_MESSAGE_FRAME_BYTES,
     RPC_NAME_BYTES,
+    RPC_ROUND_DEADLINE_S,
 )
 from peerd.core.messages.encoding import Message as Body
 from peerd.core.messages.encoding import decode, encode
@@ -105,7 +106,7 @@ def encode_call(
     kind: int, call_id: int, name: bytes, timeout_s: float, body: bytes, headers: bytes = b"", frames: int = 0
 ) -> bytes:
     """A REQUEST or OPEN up to its payloads. `headers` are those of its `frames` frames, joined."""
-    timeout_ms = max(1, int(min(timeout_s, RPC_DEADLINE_S) * 1000))
+    timeout_ms = max(1, int(min(timeout_s, RPC_ROUND_DEADLINE_S) * 1000))
     size = len(headers) + _CALL.size + len(name) + len(body)
     if not frames:
         return _HEAD_AND_CALL.pack(size, kind, 0, call_id, timeout_ms, len(name)) + name + body

@@ -140,6 +140,7 @@ class SendPrepare:
     assigned: tuple[Mb, ...]  # in any order
     split: Split | None = None  # None: the group in equal shares
     rounds: tuple[OrderedRound, ...] = ()  # instead of one round of the group
+    most_s: float = 0.0  # how long the bytes of the attempt may take
 
     @property
     def takes_part(self) -> bool:

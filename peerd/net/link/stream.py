@@ -101,6 +101,11 @@ class Stream:
         return self._link
 
     @property
+    def unsent_bytes(self) -> int:
+        """Bytes that were handed over, and have not left yet."""
+        return self._mux.out_bytes
+
+    @property
     def superseded(self) -> bool:
         """True when a new stream would take a better link: whoever keeps this one for later had better open another."""
         return self._link.superseded_at is not None

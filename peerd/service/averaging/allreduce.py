@@ -27,7 +27,7 @@ import trio
 
 from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, RemoteError, TooSlow
 from peerd.core.ids import PeerId
-from peerd.core.limits import FRAME_ELEMENTS, RPC_DEADLINE_S
+from peerd.core.limits import FRAME_ELEMENTS, RPC_ROUND_DEADLINE_S
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import AverageAlive, AverageKey
 from peerd.core.work import Worker
@@ -59,8 +59,8 @@ from peerd.signals import Signal
 
 __all__ = ["METHOD", "Averaging", "PartCoder", "PlainParts", "Vector"]
 
-METHOD = "average/1/parts"
-_ALIVE = "average/1/alive"
+METHOD = "average/2/parts"
+_ALIVE = "average/2/alive"
 DECLARED: Final = {
     METHOD: Declaration(
         shows=Shows.ROUND,
@@ -70,6 +70,7 @@ DECLARED: Final = {
         frames=1,
         frame_bytes=8 << 20,
         calls_per_peer=8,  # rounds that were called off end slowly
+        deadline_s=RPC_ROUND_DEADLINE_S,
     ),
     _ALIVE: Declaration(shows=Shows.ROUND, rows=None, memory_bytes=0, device_s=0.0),
 }
@@ -104,6 +105,15 @@ class Averaging:
     def takes_part(self, peer: str) -> bool:
         """True when a round that is under way here needs this peer: helpers, too, which are no members."""
         return any(peer in state.plan.group for state in self._rounds.values())
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes of vectors that have come from others in the rounds under way here, and that will."""
+        done_bytes = total_bytes = 0
+        for state in self._rounds.values():
+            done, total = state.round.progress()
+            done_bytes += done * state.result.itemsize
+            total_bytes += total * state.result.itemsize
+        return done_bytes, total_bytes
 
     def newly_aggregated_bytes(self) -> int:
         """Bytes of others' vectors that were summed here since the last call of this, by anybody."""
@@ -222,8 +232,10 @@ class Averaging:
             with trio.move_on_after(min(_LOOK_S, plan.patience_s / 4)):
                 await state.over.wait()
             now = trio.current_time()
+            state.look(now, lambda peer: self._rpc.came_bytes(PeerId.parse(peer)))
             if state.round.late(now):
-                hung, coming = await self._ask_the_silent(plan.attempt, state.round.silent(now))
+                hung, coming, idle_s = await self._ask_the_silent(plan, state.round.silent(now))
+                self._be_patient_with_the_slow(state, now, idle_s)
                 if coming and not hung and now < waits_until:  # everybody waits for them
                     state.round.be_patient(now)
                     continue
@@ -236,19 +248,33 @@ class Averaging:
             elif state.doubt is not None and now - state.doubt[0] > _DOUBT_S and not state.done:
                 state.fail(state.doubt[2], (state.doubt[1],))
 
-    async def _ask_the_silent(self, attempt: bytes, silent: set[str]) -> tuple[set[str], set[str]]:
-        """Ask the silent peers: those that do not answer at all, or else those that are not in the round; and those
-        that have yet to begin it.
-
-        The rest only waits, as we do.
+    def _be_patient_with_the_slow(self, state: OpenRound, now: float, idle_s: dict[str, float]) -> None:
+        """Of a silent peer others' bytes may come and go, slowly. Its word alone does not count: of every transfer
+        there are two ends, of which the other one says so too, or is here.
         """
-        mute, absent, coming = set[str](), set[str](), set[str]()
+        patience_s = state.plan.patience_s
+        moving = [peer for peer, seconds in idle_s.items() if seconds < patience_s]
+        if len(moving) + (now - state.moved_at < patience_s) > 1:
+            for peer in idle_s:
+                state.round.heard(now, peer)
+
+    async def _ask_the_silent(
+        self, plan: AveragingPlan, silent: set[str]
+    ) -> tuple[set[str], set[str], dict[str, float]]:
+        """Ask the silent peers. Returns those that do not answer at all, or else those that are not in the round; those
+        that have yet to begin it; and for how long nothing has come to each of the rest, which waits as we do.
+        """
+        mute, absent, coming, idle_s = set[str](), set[str](), set[str](), dict[str, float]()
+        within_s = max(_ANSWER_S, plan.patience_s / 4)  # a full line takes longer
 
         async def ask(peer: str) -> None:
-            key = AverageKey(attempt, 0)
+            key = AverageKey(plan.attempt, 0)
             try:
-                answer = await self._rpc.call(PeerId.parse(peer), _ALIVE, key, AverageAlive, timeout_s=_ANSWER_S)
-                coming.update({peer} if answer.body.coming else ())
+                answer = await self._rpc.call(PeerId.parse(peer), _ALIVE, key, AverageAlive, timeout_s=within_s)
+                if answer.body.coming:
+                    coming.add(peer)
+                else:
+                    idle_s[peer] = answer.body.idle_s
             except (Refused, Overloaded):
                 absent.add(peer)
             except RemoteError:
@@ -257,20 +283,23 @@ class Averaging:
         async with trio.open_nursery() as nursery:
             for peer in silent:
                 nursery.start_soon(ask, peer)
-        return mute or absent, coming
+        return mute or absent, coming, idle_s
 
     async def _alive(self, call: Incoming[AverageKey]) -> Answer[AverageAlive]:
         attempt = call.body.attempt
         if attempt not in self._rounds and attempt not in self._expected:
             raise Refused("no such averaging round here")
-        return Answer(AverageAlive(coming=not self._expected.get(attempt, True)))
+        state = self._rounds.get(attempt)
+        idle_s = trio.current_time() - state.moved_at if state is not None else 0.0
+        coming = not self._expected.get(attempt, True)
+        return Answer(AverageAlive(coming=coming, idle_s=min(idle_s, RPC_ROUND_DEADLINE_S)))
 
     async def _exchange(self, plan: AveragingPlan, state: OpenRound, share: list[Part], gate: PartGate) -> None:
         """Send our version of one owner's share, and receive the sums of it."""
         owner = share[0].owner
         first = AverageKey(plan.attempt, share[0].index)
         with self._blaming(state, owner):
-            stream = self._rpc.stream(PeerId.parse(owner), METHOD, first, timeout_s=RPC_DEADLINE_S)
+            stream = self._rpc.stream(PeerId.parse(owner), METHOD, first, timeout_s=RPC_ROUND_DEADLINE_S)
             async with stream as call, trio.open_nursery() as nursery:
                 state.evenly.begin(owner)
                 nursery.start_soon(self._send_share, plan, state, (share, gate, call))
@@ -291,7 +320,7 @@ class Averaging:
     async def _send_share(self, plan: AveragingPlan, state: OpenRound, way: _Way) -> None:
         share, gate, call = way
         source = state.source
-        with self._blaming(state, share[0].owner):
+        with state.on_call(call), self._blaming(state, share[0].owner):
             for part in share:
                 await gate.passed(part)
                 state.round.asked(part.index)
@@ -302,6 +331,7 @@ class Averaging:
     async def _receive_sums(self, state: OpenRound, way: _Way) -> None:
         share, gate, call = way
         call.place = Places(state, share, self._parts_memory)
+        call.be_patient()
         with self._blaming(state, share[0].owner):
             for part in share:
                 answer = await call.receive(Empty)
@@ -328,11 +358,12 @@ class Averaging:
     async def _take_parts(self, call: Incoming[AverageKey], parts: CallStream) -> None:
         """A sender's version of our share; the sums go back in the order in which its parts come."""
         state, sender = await self._round(call.body.attempt), call.peer.text
-        parts.patient = sender in state.plan.group
+        if sender in state.plan.group:
+            parts.be_patient()
         parts.place = self._parts_memory.rooms
         state.evenly.begin(sender)
         try:
-            with Returns(state, parts) as returns, returns.scope:
+            with state.on_call(parts), Returns(state, parts) as returns, returns.scope:
                 with self._accusing(state, sender):
                     while (message := await parts.receive(AverageKey)) is not None:
                         if message.body.attempt != call.body.attempt:

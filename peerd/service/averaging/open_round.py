@@ -7,7 +7,8 @@ a worker's thread. Whatever is coded goes to the worker: each version costs torc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -48,6 +49,10 @@ class OpenRound:
     returns: list[Returns] = field(default_factory=list)  # one for each member that asks for sums
     over: trio.Event = field(default_factory=trio.Event)  # done or failed
     doubt: tuple[float, str, str] | None = None  # since when, of which peer, why
+    came: dict[str, int] = field(default_factory=dict)  # payload bytes from each of the others, at the last look
+    calls: list[CallStream] = field(default_factory=list)  # under way with the others
+    left_bytes: int = 0  # on these, at the last look
+    moved_at: float = field(default_factory=trio.current_time)  # when anything came from the others, or left for them
 
     def __post_init__(self) -> None:
         self.unsummed = sum(part.owner == self.round.own for part in self.round.parts)
@@ -61,6 +66,28 @@ class OpenRound:
     def doubts(self, reason: str, peer: str) -> None:
         """Note that the round has ended at `peer`, perhaps by a fault of somebody else."""
         self.doubt = self.doubt or (trio.current_time(), peer, reason)
+
+    def look(self, now: float, came_bytes: Callable[[str], int]) -> None:
+        """Take note of the others of whom bytes came since the last look, and whether any left: a part may take long
+        on a slow line.
+        """
+        before, self.left_bytes = self.left_bytes, sum(call.left_bytes for call in self.calls)
+        if self.left_bytes != before:
+            self.moved_at = now
+        for peer in [*self.round.others]:
+            known, self.came[peer] = self.came.get(peer), came_bytes(peer)
+            if known is not None and self.came[peer] != known:
+                self.round.heard(now, peer)
+                self.moved_at = now
+
+    @contextmanager
+    def on_call(self, call: CallStream) -> Iterator[None]:
+        """The scope of a call of this round."""
+        self.calls.append(call)
+        try:
+            yield
+        finally:
+            self.calls.remove(call)
 
     @property
     def done(self) -> bool:

@@ -17,7 +17,7 @@ import trio
 
 from peerd.core.errors import Refused, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.limits import WAITS_CHARS
+from peerd.core.limits import RPC_ROUND_DEADLINE_S, WAITS_CHARS
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import (
     Commit,
@@ -56,7 +56,7 @@ _MOVE_TIMEOUT_S = 60.0  # an optimizer step, or reading a checkpoint
 
 @dataclass(frozen=True, slots=True)
 class ConductingConfig:
-    """One run's fingerprint and sizes; `prepare_timeout_s` for one averaging attempt."""
+    """One run's fingerprint and sizes; `prepare_timeout_s` for an averaging round beside what its bytes take."""
 
     fingerprint: bytes
     conductor: ConductorConfig
@@ -143,7 +143,7 @@ class Orders:
             _peers(order.meets),
             Mbs.of(order.assigned),
             config.samples,
-            min(3600.0, config.prepare_timeout_s * max(1, len(order.rounds))),
+            self._within_s(order),
             rounds=[_of_peers(one.message()) for one in order.rounds],
             stage=stage_of(order.peer),
         )
@@ -167,6 +167,11 @@ class Orders:
             log.info("an averaging attempt failed: %s", error)
             end = PrepareEnded(order.peer, order.attempt, False, declines=isinstance(error, Refused))
         reign.tell(end)
+
+    def _within_s(self, order: SendPrepare) -> float:
+        """The time that an attempt gets: what its bytes may take, and what silent members may cost."""
+        silent_s = self._config.prepare_timeout_s * max(1, len(order.rounds))
+        return min(RPC_ROUND_DEADLINE_S, order.most_s + silent_s)
 
     async def move(self, order: SendMove, reign: Reign) -> None:
         """Have one member commit or restore."""

@@ -19,7 +19,7 @@ import trio
 
 from peerd.core.errors import OTHER_RUN_FILE, LocalError, PeerdError, Refused
 from peerd.core.ids import PeerId
-from peerd.core.limits import STREAMS_INBOUND
+from peerd.core.limits import RPC_ROUND_DEADLINE_S, STREAMS_INBOUND
 from peerd.core.messages.handover import Pass
 from peerd.core.messages.swarm import Commit, Prepare, Relocate, Restore, StageBackward, StageForward, StageLoss
 from peerd.core.run.runfile import RunFile, fingerprint
@@ -47,7 +47,7 @@ _WORK: Final = Declaration(
 # A microbatch's call stays open until its gradient comes back: what it holds, `Room` and the post bound in bytes.
 _WAY: Final = replace(_WORK, calls_per_peer=STREAMS_INBOUND - 32, calls=2048)
 _METHODS: Final = {
-    "prepare": ("stage/5/prepare", Prepare, _ORDERS),
+    "prepare": ("stage/5/prepare", Prepare, replace(_ORDERS, deadline_s=RPC_ROUND_DEADLINE_S)),
     "commit": ("stage/5/commit", Commit, _ORDERS),
     "restore": ("stage/5/restore", Restore, _ORDERS),
     "transfer": ("stage/5/relocate", Relocate, _ORDERS),

@@ -46,7 +46,8 @@ class CallStream:
         self.peer = peer
         self.sending = True  # until we have said END
         self.receiving = True  # until the other side has said END, or the call is over
-        self.patient = False  # with the frames of parts: set once the other side has shown its part in a round
+        self._patient = False  # with the frames of parts
+        self._arriving: Inbound | None = None  # while it receives a part's frames
         self.place: Place | None = None  # asked, for each part with frames, where they go; it raises nothing
         self._id = call_id
         self._outbox = outbox
@@ -87,6 +88,17 @@ class CallStream:
     def full(self) -> bool:
         """True when enough waits to be sent."""
         return self._outbox.full
+
+    def be_patient(self) -> None:
+        """Wait for the frames of parts, however slowly they come: the other side has shown its part in a round."""
+        self._patient = True
+        if self._arriving is not None:
+            self._arriving.be_patient()
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that have left on this call's stream: more of them show that the other side takes them."""
+        return self._outbox.left_bytes
 
     def on_room(self, then: Callable[[], None] | None) -> None:
         """Call `then`, which is quick and raises nothing, whenever the call is not full any more; None: nobody."""
@@ -141,7 +153,11 @@ class CallStream:
         """Receive a part's frames and hand it in; waits while enough parts wait. Raises Overloaded or TooSlow."""
         frames: tuple[TensorFrame, ...] = ()
         if part.headers:
-            frames = await inbound.frames(part, deadline, self.place, self.patient)
+            self._arriving = inbound
+            try:
+                frames = await inbound.frames(part, deadline, self.place, self._patient)
+            finally:
+                self._arriving = None
         wanted = False
         try:
             while len(self._parts) >= RPC_PARTS_AHEAD and self.receiving:

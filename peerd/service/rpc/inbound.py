@@ -212,6 +212,10 @@ class Inbound:
                 pay.back()
         raise TooSlow("the deadline passed while frames were received")
 
+    def be_patient(self) -> None:
+        """Wait for the frames that come now, at whatever rate."""
+        self._patient = True
+
     async def skip(self) -> None:
         """Pass over the payloads of the message that waits for them, or over what is missing of them."""
         self._parser.skip()

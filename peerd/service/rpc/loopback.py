@@ -64,6 +64,10 @@ class LocalStream:
         other._changed.unpark_all()
         return True
 
+    @property
+    def unsent_bytes(self) -> int:
+        return 0  # what is handed over is there
+
     async def receive_some(self, max_bytes: int) -> bytes:
         await trio.lowlevel.checkpoint()
         while not self._chunks:

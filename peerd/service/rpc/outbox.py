@@ -169,6 +169,12 @@ class Outbox:
         return self._sent_bytes
 
     @property
+    def left_bytes(self) -> int:
+        """Bytes of what was queued that have left this peer; about: what was handed over before may count too."""
+        under_way = len(self._leaving) - self._stream.unsent_bytes if self._leaving and self._stream is not None else 0
+        return self._sent_bytes + max(0, under_way)
+
+    @property
     def full(self) -> bool:
         """True when so much is queued that whoever puts must wait for `room`."""
         return self._put_bytes - self._sent_bytes > RPC_OUTBOX_BYTES

@@ -381,6 +381,10 @@ class Rpc:
         """Bytes per second at which payloads arrive from `peer`, asked for or not; None before a large one has."""
         return self._rates.rate(peer)
 
+    def came_bytes(self, peer: PeerId) -> int:
+        """Payload bytes that have come from `peer`, in calls and answers; begins anew where it was forgotten."""
+        return self._rates.total_bytes(peer)
+
     def status(self) -> dict[str, Any]:
         """Calls in flight, counters by service and rates by peer, as plain data."""
         served: dict[str, Any] = {}

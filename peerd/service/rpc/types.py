@@ -49,6 +49,11 @@ class RpcStream(Protocol):
         """True when a new stream to this peer would take a better way."""
         ...
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that were handed over, and have not left yet."""
+        ...
+
     def doubt(self) -> None:
         """An answer is overdue: see whether the peer is still there."""
         ...

@@ -96,9 +96,18 @@ class Rounds:
 
     @property
     def waits_for(self) -> str | None:
-        """The text on what a long round waits for; None: no round takes long."""
-        long = self._attempt is not None and trio.current_time() - self._attempt.since > _LONG_S
-        return "the gradients of its stage-mates" if long else None
+        """The text on what a long round waits for, with what has come of it; None: no round takes long."""
+        seconds = trio.current_time() - self._attempt.since if self._attempt is not None else 0.0
+        if seconds <= _LONG_S:
+            return None
+        done_bytes, total_bytes = self._averaging.progress()
+        told = "the gradients of its stage-mates"
+        if not total_bytes:
+            return told
+        told += f": {done_bytes / 1e6:.1f} of {total_bytes / 1e6:.1f} MB"
+        if not done_bytes:
+            return told
+        return f"{told}, {done_bytes / seconds / 1e6:.2f} MB/s, {seconds * (total_bytes / done_bytes - 1):.0f} s left"
 
     @contextmanager
     def under_way(self, attempt: bytes, conductor: PeerId) -> Iterator[None]:
@@ -123,7 +132,9 @@ class Rounds:
             self._attempt.scope.cancel()
 
     def check(self, model: Model) -> None:
-        """ConfigError when rounds cannot carry the model's gradient: later, the run would only stall."""
+        """Take note of the size of the model's gradient; ConfigError when rounds cannot carry it: later, the run would
+        only stall.
+        """
         outline, code = model.vector_outline(), model.low_rank
         elements = max(code.elements) if code is not None else math.prod(outline.shape)
         if elements > FRAME_ELEMENTS:
@@ -133,6 +144,8 @@ class Rounds:
         if self._terms.part_bytes < least_bytes:
             told = f"averaging.part_bytes is {self._terms.part_bytes}"
             raise ConfigError(f"{told}; allowed for a gradient of {elements} values: {least_bytes} and more")
+        first, further = code.elements if code is not None else (elements, 0)
+        self._vector_is = first, outline.dtype, further  # the conductor allows a round time for it
 
     def line(self) -> LineInfo:
         """Our line, and the size of our vector, for the conductor to divide rounds by."""

@@ -61,6 +61,31 @@ def test_a_silent_sender_is_late_before_the_owner_that_waits_for_it() -> None:
     assert round_.late(9.6) == ("a",)
 
 
+def test_who_is_heard_of_between_its_parts_is_slow_and_not_late() -> None:
+    round_ = Round("b", GROUP, cut(9, GROUP, 3), 5.0)
+    round_.begin(0.0)
+    round_.arrived(1.0, 1, "a")
+    for now in (4.0, 8.0, 12.0):
+        round_.heard(now, "c")
+        round_.heard(now, "nobody")
+    assert round_.late(16.9) == ()
+    assert round_.late(17.1) == ("c",)
+
+
+def test_progress_counts_what_comes_from_others_versions_and_sums() -> None:
+    round_ = Round("b", GROUP, cut(9, GROUP, 3), 5.0)
+    assert round_.progress() == (0, 12)
+    round_.arrived(0.0, 1, "b")  # our own
+    assert round_.progress() == (0, 12)
+    round_.arrived(0.0, 1, "a")
+    round_.returned(0.0, 0)
+    assert round_.progress() == (6, 12)
+    round_.arrived(0.0, 1, "c")
+    round_.returned(0.0, 2)
+    assert round_.progress() == (12, 12)
+    assert round_.finished
+
+
 def test_who_fell_silent_first_is_named_not_who_waits_for_it() -> None:
     """`c` hangs as an owner; `a` sends no more because of that, and has sent less than `c` had."""
     round_ = Round("b", GROUP, cut(18, GROUP, 3), 5.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peerd.core.errors import LocalError, Overloaded, PeerdError, ProtocolViolation, Refused, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.limits import RPC_BODY_BYTES, RPC_DEADLINE_S, RPC_FRAMES
+from peerd.core.limits import RPC_BODY_BYTES, RPC_DEADLINE_S, RPC_FRAMES, RPC_ROUND_DEADLINE_S
 from peerd.machine.rpc import codec
 from peerd.machine.rpc.codec import (
     MessageParser,
@@ -248,4 +248,4 @@ def test_a_reason_is_cut_cleaned_and_bounded() -> None:
 def test_an_endless_time_out_travels_as_the_longest() -> None:
     (message,) = MessageParser().feed(encode_call(codec.REQUEST, 1, b"x", float("inf"), b""))
     assert isinstance(message, RpcMessage)
-    assert message.timeout_ms == RPC_DEADLINE_S * 1000
+    assert message.timeout_ms == RPC_ROUND_DEADLINE_S * 1000

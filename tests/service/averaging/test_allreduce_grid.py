@@ -179,7 +179,7 @@ async def test_a_member_that_hangs_in_a_round_is_named_and_nobody_else(autojump_
     """Those ahead of its group have patience with the others in it, who wait for it as well."""
     async with swarm(9) as s:
         hung = s.nodes[4]
-        hung.rpc.unserve("average/1")
+        hung.rpc.unserve("average/2")
         stop_before(hung, attempt_of(ATTEMPT, number), trio.lowlevel.checkpoint)
         began = trio.current_time()
         await s.sum_all(vectors_of(9, 3000))

@@ -309,8 +309,8 @@ async def test_an_owner_that_answers_nonsense_is_named(autojump_clock: MockClock
         async def lives(call: Incoming[AverageKey]) -> Answer[Empty]:
             return Answer(Empty())
 
-        liar.rpc.unserve("average/1")
-        liar.rpc.serve("average/1/alive", AverageKey, lives, declared=ANY)
+        liar.rpc.unserve("average/2")
+        liar.rpc.serve("average/2/alive", AverageKey, lives, declared=ANY)
         liar.rpc.serve_stream(METHOD, AverageKey, handler, declared=declared(frames=1, frame_bytes=1 << 20))
         for owner in honest:
             messages = [as_it_is(part, how.attempt) for part in mine(how, owner)]

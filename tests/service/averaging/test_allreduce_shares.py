@@ -117,7 +117,7 @@ async def test_an_owner_that_returns_too_few_or_too_many_sums_is_named(autojump_
             await parts.send(Empty(), (TensorFrame("float32", (256,), np.ones(256, dtype="float32").data.cast("B")),))
 
     async with group(2) as (_, nodes):
-        nodes[1].rpc.unserve("average/1")
+        nodes[1].rpc.unserve("average/2")
         nodes[1].rpc.serve_stream(METHOD, AverageKey, lie, declared=ANY)
         how = plan(nodes, [nodes[0]], (0.0, 1.0), 512)
         with pytest.raises(RoundFailed) as failed:

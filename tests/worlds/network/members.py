@@ -33,7 +33,7 @@ SERVED = (
     "handover/2/relay",
     "swarm/5/member",
     "swarm/5/trainer",
-    "average/1/part",
+    "average/2/part",
     "other/1/ask",
 )
 
