@@ -100,6 +100,7 @@ async def train(roles: Roles) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_rounds_of_half_an_hour_on_lines_that_halve_and_double_all_end(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     run = virtual_run(tmp_path, (20000,), run="long", model=MODEL, batch=BATCH, limits=LIMITS)
