@@ -133,7 +133,7 @@ class StageCalls:
         if not self._posts and not self._helpers:
             for name, (method, request, declared) in _METHODS.items():
                 answer, objection = partial(self._answer, name), partial(self._objection, name)
-                if declared is not _ORDERS:
+                if declared.shows is not Shows.CONDUCTOR:
                     declared = self._shapes.bound(declared)
                 self._rpc.serve(
                     method,
@@ -154,7 +154,7 @@ class StageCalls:
         """The post that a call is for, and what it answers such a call with; raises Refused."""
         if body.run != self._fingerprint:
             raise Refused(OTHER_RUN_FILE)
-        if _METHODS[name][2] is _ORDERS and peer != self._conductor():
+        if _METHODS[name][2].shows is Shows.CONDUCTOR and peer != self._conductor():
             raise Refused("this peer does not follow you")
         helper = self._helpers.get(body.stage)
         post = self._posts.get(body.stage) or (helper[0] if helper is not None else None)

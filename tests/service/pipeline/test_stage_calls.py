@@ -11,9 +11,20 @@ import trio.testing
 from peerd.core.errors import LocalError, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.messages.swarm import Commit, Moved, Position, StageAnswer, StageForward
+from peerd.core.messages.swarm import (
+    Commit,
+    Mbs,
+    Moved,
+    Position,
+    Prepare,
+    Relocate,
+    Restore,
+    StageAnswer,
+    StageForward,
+)
 from peerd.core.run.runfile import PipelineSection, RunFile, fingerprint
-from peerd.service.pipeline.stage_calls import StageCalls, StageHandlers
+from peerd.machine.rpc.declaration import Shows
+from peerd.service.pipeline.stage_calls import DECLARED, StageCalls, StageHandlers
 from peerd.service.rpc.rpc import Answer, Incoming
 from tests.worlds.machines.rpc_cases import Pair
 from tests.worlds.machines.rpc_fake import fake_pair
@@ -87,6 +98,24 @@ async def test_orders_are_taken_of_the_conductor_alone_and_calls_of_this_run_alo
                 with pytest.raises(Refused, match="does not follow you"):
                     await commit(pair, 0)
             assert await forward(pair, 0) == 1.5  # work may come from any trainer
+
+
+async def test_every_order_is_refused_to_whoever_is_not_followed() -> None:
+    orders = {
+        "prepare": Prepare(RUN, 1, 1, bytes(16), b"", [], Mbs(), 4, 60.0),
+        "commit": Commit(RUN, 1, Position(1, b""), 0),
+        "restore": Restore(RUN, 1, Position(1, b""), 0),
+        "relocate": Relocate(RUN, 1, 0, 1, "balance"),
+    }
+    shown = {name for name, declared in DECLARED.items() if declared.shows is Shows.CONDUCTOR}
+    assert shown == {f"stage/5/{name}" for name in orders}
+    async with fake_pair() as (pair, *_):
+        conductor = Conductor()
+        with calls_of(pair, conductor).serving(0, post("zero")):
+            conductor.peer = pair.b_host.id
+            for name, body in orders.items():
+                with pytest.raises(Refused, match="does not follow you"):
+                    await pair.a.call(pair.b_host.id, f"stage/5/{name}", body, Moved, timeout_s=5)
 
 
 async def test_what_a_post_does_not_answer_is_refused() -> None:
