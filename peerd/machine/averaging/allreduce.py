@@ -302,7 +302,7 @@ class Round:
 
     def heard(self, now: float, peer: str) -> None:
         """Bytes of this peer come, or it says that what it waits for comes: it is slow, and not silent."""
-        if peer in self._heard:
+        if peer in self._heard and now > self._heard[peer][0]:
             self._hear(peer, now)
 
     def _hear(self, peer: str, now: float) -> None:

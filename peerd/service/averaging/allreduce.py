@@ -234,7 +234,7 @@ class Averaging:
             now = trio.current_time()
             state.look(now, lambda peer: self._rpc.came_bytes(PeerId.parse(peer)))
             if state.round.late(now):
-                hung, coming, idle_s = await self._ask_the_silent(plan, state.round.silent(now))
+                hung, coming, idle_s = await self._ask_the_silent(plan.attempt, state.round.silent(now))
                 self._be_patient_with_the_slow(state, now, idle_s)
                 if coming and not hung and now < waits_until:  # everybody waits for them
                     state.round.be_patient(now)
@@ -258,19 +258,16 @@ class Averaging:
             for peer in idle_s:
                 state.round.heard(now, peer)
 
-    async def _ask_the_silent(
-        self, plan: AveragingPlan, silent: set[str]
-    ) -> tuple[set[str], set[str], dict[str, float]]:
+    async def _ask_the_silent(self, attempt: bytes, silent: set[str]) -> tuple[set[str], set[str], dict[str, float]]:
         """Ask the silent peers. Returns those that do not answer at all, or else those that are not in the round; those
         that have yet to begin it; and for how long nothing has come to each of the rest, which waits as we do.
         """
         mute, absent, coming, idle_s = set[str](), set[str](), set[str](), dict[str, float]()
-        within_s = max(_ANSWER_S, plan.patience_s / 4)  # a full line takes longer
 
         async def ask(peer: str) -> None:
-            key = AverageKey(plan.attempt, 0)
+            key = AverageKey(attempt, 0)
             try:
-                answer = await self._rpc.call(PeerId.parse(peer), _ALIVE, key, AverageAlive, timeout_s=within_s)
+                answer = await self._rpc.call(PeerId.parse(peer), _ALIVE, key, AverageAlive, timeout_s=_ANSWER_S)
                 if answer.body.coming:
                     coming.add(peer)
                 else:

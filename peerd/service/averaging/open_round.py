@@ -52,6 +52,7 @@ class OpenRound:
     came: dict[str, int] = field(default_factory=dict)  # payload bytes from each of the others, at the last look
     calls: list[CallStream] = field(default_factory=list)  # under way with the others
     left_bytes: int = 0  # on these, at the last look
+    looked_at: float = field(default_factory=trio.current_time)
     moved_at: float = field(default_factory=trio.current_time)  # when anything came from the others, or left for them
 
     def __post_init__(self) -> None:
@@ -71,13 +72,14 @@ class OpenRound:
         """Take note of the others of whom bytes came since the last look, and whether any left: a part may take long
         on a slow line.
         """
+        since, self.looked_at = self.looked_at, now  # they came then at the earliest: nobody is heard later than he was
         before, self.left_bytes = self.left_bytes, sum(call.left_bytes for call in self.calls)
         if self.left_bytes != before:
             self.moved_at = now
         for peer in [*self.round.others]:
             known, self.came[peer] = self.came.get(peer), came_bytes(peer)
             if known is not None and self.came[peer] != known:
-                self.round.heard(now, peer)
+                self.round.heard(since, peer)
                 self.moved_at = now
 
     @contextmanager
