@@ -200,7 +200,7 @@ class Reports:
         """After a report has waited: Refused where we conduct no more; else its sender counts as heard, unless lost."""
         if self._driver.tenure is not tenure:
             raise Refused(f"{NOT_CONDUCTING} any more")
-        self._driver.still_heard(name)
+        self._driver.wait_ended(name)
 
     # --- others -----------------------------------------------------------------------------------------------
 
