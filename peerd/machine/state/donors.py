@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from peerd.machine.state.quorum import Claim
 
 UNKNOWN_PIECE_S = 3.0  # what a piece may take from a donor that has given none yet, before it counts as late
+FIRST_PIECES = 2  # asked at once of a donor that has given none yet
 LEAST_PIECE_S = 0.2  # below this, lateness says nothing: schedulers and bursts
 _LATE_FACTOR = 3.0
 _MEMORY = 0.7  # share of the old estimate of speed when a new sample comes
@@ -68,7 +69,7 @@ class Donor:
     def window(self, most: int) -> int:
         """Number of pieces to have in flight: work for some seconds, and never none."""
         if self.piece_s is None or self.strikes:
-            return 1 if self.strikes else min(2, most)
+            return 1 if self.strikes else min(FIRST_PIECES, most)
         return max(1, min(most, round(_HORIZON_S / max(self.piece_s, 1e-6))))
 
     def quiet_at(self) -> float:

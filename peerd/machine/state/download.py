@@ -28,7 +28,7 @@ from peerd.core.limits import (
 )
 from peerd.machine.rate.backoff import backoff_s
 from peerd.machine.state import download_events as dl
-from peerd.machine.state.donors import LEAST_PIECE_S, UNKNOWN_PIECE_S, Donor, DonorStanding, PieceInFlight
+from peerd.machine.state.donors import FIRST_PIECES, LEAST_PIECE_S, UNKNOWN_PIECE_S, Donor, DonorStanding, PieceInFlight
 from peerd.machine.state.quorum import VOUCHERS, Claim, Poll, camps, meeting_step
 
 _MANIFEST_TIMEOUT_S = 120.0  # a donor copies and hashes its state first
@@ -268,7 +268,7 @@ class Download:
         flight = donor.depart(now, self._next_ask, piece)
         self._flying.setdefault(piece, []).append(flight)
         self._wakes.append(donor.quiet_at())
-        self._ask(donor, piece, _PIECE_TIMEOUT_S + self._in_flight * _SLOW_PIECE_S, out, flight)
+        self._ask(donor, piece, _PIECE_TIMEOUT_S + self._sharing * _SLOW_PIECE_S, out, flight)
 
     def _arrived(self, now: float, piece: int, flight: PieceInFlight | None, out: list[dl.Output]) -> None:
         self._moved_at = now
@@ -356,9 +356,15 @@ class Download:
         return sum(map(len, self._flying.values()))
 
     @property
+    def _sharing(self) -> int:
+        """Number of pieces that may share our line at any time: those asked for, or the first ones of all donors."""
+        donors = sum(donor.usable for donor in self._donors.values())
+        return max(self._in_flight, min(STATE_PIECES_IN_FLIGHT, FIRST_PIECES * donors))
+
+    @property
     def _stalls_at(self) -> float:
         """Time at which the download is given up if no piece comes before: those under way may share a slow line."""
-        return self._moved_at + _STALL_S + self._in_flight * _SLOW_PIECE_S
+        return self._moved_at + _STALL_S + self._sharing * _SLOW_PIECE_S
 
     def _ask(
         self, donor: Donor, piece: int, timeout_s: float, out: list[dl.Output], flight: PieceInFlight | None = None

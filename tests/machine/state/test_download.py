@@ -190,6 +190,13 @@ def test_silent_donors_are_waited_for_only_so_long() -> None:
     assert alone.decide(PATIENCE_S, {"a": TRUTH}, 1).camp is not None
 
 
+def test_a_slow_line_that_many_donors_fill_is_waited_for() -> None:
+    """Eight donors at once on a line of 32 KiB/s: of each one piece comes in 256 s."""
+    world = World({f"d{i}": Behaviour(piece_s=256.0) for i in range(8)}, 40)
+    world.run()
+    assert isinstance(world.last, dl.Downloaded), world.last
+
+
 def test_two_donors_that_contradict_each_other_are_not_believed() -> None:
     w = world(a=Behaviour(), b=Behaviour(OTHER))
     w.run()
