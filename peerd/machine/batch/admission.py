@@ -108,6 +108,7 @@ class Admission:
             known, turn_s = self._trainers[trainer], now - began
             known.pace.finished(now, began)
             known.turn_s = known.turn_s * _TURN_KEEP + turn_s * (1 - _TURN_KEEP) if known.turn_s else turn_s
+            self.newcomers.finished(trainer, turn_s)
             self._patience = 0
             if trainer in self._leashes:
                 self._leashes[trainer].helped()
@@ -145,7 +146,7 @@ class Admission:
     def _lease(self, now: float, trainer: str, lease: float) -> float:
         """The lease of one trainer, of `lease` for those that nothing is said against."""
         if trainer in self.newcomers:
-            return min(lease, self.newcomers.lease_s(now, trainer))
+            return min(lease, self.newcomers.lease_s(trainer))
         leash = self._leashes.get(trainer)
         return lease / 2.0 ** min(leash.strikes if leash is not None else 0, _HALVINGS_MOST)
 
@@ -238,9 +239,11 @@ class Admission:
                 continue
             if self._own_pace and not _in_time(mb.trainer, ledger.capacity - len(ledger.entries), workers):
                 continue
-            under_way[mb.trainer] += 1
             if mb.trainer in self.newcomers:
+                if self.newcomers.why_nothing(now, mb.trainer):  # another one of its place was let in just now
+                    continue
                 self.newcomers.let_in(now, mb.trainer, ledger)
+            under_way[mb.trainer] += 1
             yield mb
             if self._own_pace:
                 before = workers[mb.trainer]

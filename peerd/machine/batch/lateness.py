@@ -45,8 +45,8 @@ class Usual:
 class Lateness:
     """See the module's header. `lease` shortens a lease by what is known of a trainer, `done_at` is its last end.
 
-    `least_s`: no lease is shorter; `usual` is asked once, when it matters. `wait_ends`: when the step no longer waits
-    for a newcomer; None: it waits for others too, or the trainer is no newcomer.
+    `least_s`: no lease is shorter; `usual` is asked once, when it matters. `wait_ends` gives the time
+    until which the step waits for a newcomer; None for any other trainer, and while the step waits for others too.
     """
 
     def __init__(

@@ -16,9 +16,11 @@ from peerd.machine.batch.ledger import Ledger
 from peerd.machine.batch.newcomer_waits import NewcomerWaits
 from peerd.machine.batch.probation import SEVERAL, Probation
 
-WAIT_S: Final = 2.0  # how long a step waits for a newcomer, at first
+WAIT_S: Final = 2.0  # that a step waits for a newcomer at first,
+_WAIT_TURNS: Final = 4  # or so many times as long as a microbatch takes the others
 _LONGER: Final = 1.5  # times as long after each failure: it may be slow
-_WAIT_MOST_S: Final = 30.0
+_LONGEST: Final = 10.0  # times as long at most
+_FAILURES_MOST: Final = 16
 _PART: Final = 4  # newcomers get one microbatch of so many, and one at least
 
 
@@ -30,6 +32,7 @@ class Newcomers:
         self._waits = NewcomerWaits()
         self._helped = BoundedDict[str, None](LEASHED_TRAINERS)  # trainers that helped to make a step, also those gone
         self._others: set[str] = set()  # of those here
+        self._failures = BoundedDict[str, int](LEASHED_TRAINERS)  # of newcomers, however long ago: one may be slow
 
     @property
     def others(self) -> Set[str]:
@@ -57,13 +60,20 @@ class Newcomers:
         for trainer in helped:
             if trainer not in self._helped:
                 self.probation.helped(trainer)
+                self._failures.pop(trainer, None)
             self._helped[trainer] = None
         self._others = {trainer for trainer in here if trainer in self._helped}
 
     def failed(self, now: float, newcomer: str, *, proven: bool) -> int:
         """Record that a newcomer stood in the way; returns how often by now. `proven`: as in `Probation.failed`."""
         self.probation.failed(now, newcomer, proven=proven)
-        return self.probation.times(now, newcomer)[0]
+        self._failures[newcomer] = min(self._failures.get(newcomer, 0) + 1, _FAILURES_MOST)
+        return self._failures[newcomer]
+
+    def finished(self, trainer: str, turn_s: float) -> None:
+        """A trainer has finished a microbatch, so long after it was admitted."""
+        if trainer in self._others:
+            self._waits.turn(turn_s)
 
     # --- places in the batch ----------------------------------------------------------------------------------
 
@@ -73,8 +83,7 @@ class Newcomers:
             return "this trainer did not finish its microbatch in time, and sits out the next steps"
         if told := self.probation.places_reason(now, newcomer):
             return told
-        own, _ = self.probation.times(now, newcomer)
-        if own and self._waits.most_s(now) < self.lease_s(now, newcomer):
+        if newcomer in self._failures and self._waits.most_s(now) < self.lease_s(newcomer):
             return "this trainer did not finish its microbatch in time, and gets another when steps can wait for it"
         return "steps have waited for newcomers for long enough, for now" if self._waits.most_s(now) < 0 else ""
 
@@ -109,14 +118,14 @@ class Newcomers:
             waits = all(map(self.__contains__, due.open)) and any(map(would, self._others))
         self._waits.look(now, waits)
 
-    def lease_s(self, now: float, newcomer: str) -> float:
-        """How long steps wait for a newcomer: longer after each failure of its own."""
-        own, _ = self.probation.times(now, newcomer)
-        return min(WAIT_S * _LONGER**own, _WAIT_MOST_S)
+    def lease_s(self, newcomer: str) -> float:
+        """Returns how long steps wait for a newcomer. The time grows with its own failures."""
+        longer = _LONGER ** self._failures.get(newcomer, 0)
+        return max(WAIT_S, _WAIT_TURNS * self._waits.turn_s) * min(longer, _LONGEST)
 
     def wait_ends(self, now: float, newcomer: str) -> float:
         """Returns the time until which the step under way waits for a newcomer alone: not at all where others of its
         place have failed.
         """
         _, others = self.probation.times(now, newcomer)
-        return self._waits.end(self.lease_s(now, newcomer) if others < SEVERAL else 0.0)
+        return self._waits.end(self.lease_s(newcomer) if others < SEVERAL else 0.0)

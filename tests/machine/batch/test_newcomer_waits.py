@@ -15,23 +15,22 @@ from peerd.machine.swarm.revisions import Versions
 
 VIEW = StageView(lambda peer, stage: True, [False])
 LEASE_S = (30.0, 120.0)
-TICK_S = 0.1
 BATCH = 8
 TRAINERS = ("a@home", "b@home")
-TURN_S = 0.5  # of an honest trainer's microbatch, from admission to its end
+TURN_S = 0.5  # of an honest trainer's microbatch, from admission to its end, unless a test says otherwise
 
 
 class Run:
-    """A batch at a time: two trainers that finish what they have within `TURN_S`, and newcomers.
+    """A batch at a time: two trainers that finish what they have within `turn_s`, and newcomers.
 
     `newcomers`: yields the names of those that wish for microbatches from the next step on; `pace_s`: how long these
     take for one.
     """
 
-    def __init__(self, newcomers: Iterator[list[str]], pace_s: Callable[[str], float]) -> None:
+    def __init__(self, newcomers: Iterator[list[str]], pace_s: Callable[[str], float], turn_s: float = TURN_S) -> None:
         self.batches, self.now, self.steps = Batches(1, BATCH, Versions(), own_pace=False), 0.0, 0
         self.batches.trainers.newcomers.probation = Probation(lambda peer: peer.rpartition("@")[2])
-        self._newcomers, self._pace_s = newcomers, pace_s
+        self._newcomers, self._pace_s, self._turn_s = newcomers, pace_s, turn_s
         self._here: list[str] = []
         self._step([])  # in which the two show that they can
 
@@ -48,7 +47,7 @@ class Run:
             trainers.report(name, tuple(range(64)))
         while not self.batches.due.complete([False]):
             self._tick()
-            assert self.now - began < 1000, "the step never ends"
+            assert self.now - began < 2000 * self._turn_s, "the step never ends"
         self.batches.step_made(self.steps)
         trainers.newcomers.probation.step_made()
         self.steps += 1
@@ -61,9 +60,9 @@ class Run:
         trainers.look_for_waits(self.now, batches.due)
         batches.drop_dead(self.now, [False], LEASE_S)
         batches.fill(self.now, self.steps, early=False)
-        self.now += TICK_S
+        self.now += self._turn_s / 5
         for name, open_ in list(batches.due.open.items()):
-            pace_s = TURN_S if name in TRAINERS else self._pace_s(name)
+            pace_s = self._turn_s if name in TRAINERS else self._pace_s(name)
             done = [Done(seq, ["p"]) for seq, entry in open_.items() if self.now - entry.since >= pace_s]
             batches.take(self.now, TrainerReport(name, self.steps, tuple(open_), tuple(done)), VIEW, delayed=False)
 
@@ -100,7 +99,8 @@ def test_a_newcomer_as_quick_as_the_others_helps_although_liars_use_up_all_waits
     assert run.batches.trainers.newcomers.has_helped("honest@there")
 
 
-def test_a_newcomer_that_is_ten_times_as_slow_helps_in_time_where_nobody_lies() -> None:
-    run = Run(with_one("slow@there", nobody()), lambda name: 10 * TURN_S)
+@pytest.mark.parametrize("turn_s", [TURN_S, 120.0])
+def test_a_newcomer_that_is_ten_times_as_slow_helps_in_time_where_nobody_lies(turn_s: float) -> None:
+    run = Run(with_one("slow@there", nobody()), lambda name: 10 * turn_s, turn_s)
     run.seconds(400)
     assert run.batches.trainers.newcomers.has_helped("slow@there")

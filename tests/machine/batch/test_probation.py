@@ -334,6 +334,22 @@ def test_a_new_trainer_gets_one_microbatch_until_a_step_has_counted_one() -> Non
     assert batches.due.of_trainer("new@there") == [0]
 
 
+def test_of_a_place_where_several_trainers_failed_one_newcomer_gets_a_microbatch_of_a_batch() -> None:
+    batches = trained()
+    batches.due.capacity = 16  # four of them are for newcomers
+    for number in range(2):
+        batches.trainers.report(f"other {number}@elsewhere", (0,))
+        batches.trainers.report(f"next {number}@there", (0,))
+    for _ in range(3):
+        batches.trainers.newcomers.probation.failed(0.0, "late@there")
+        batches.trainers.newcomers.probation.step_made()
+    for _ in range(10):
+        batches.trainers.newcomers.probation.step_made()
+    batches.fill(100.0, 1, early=False)
+    assert len(batches.due.of_trainer("other 0@elsewhere") + batches.due.of_trainer("other 1@elsewhere")) == 2
+    assert len(batches.due.of_trainer("next 0@there") + batches.due.of_trainer("next 1@there")) == 1
+
+
 def test_what_a_new_trainer_credits_without_receipts_is_not_believed() -> None:
     batches = trained()
     told: list[str] = []
