@@ -62,7 +62,7 @@ class MachineDriver:
         self.warnings = notes
         self.tenure: Tenure | None = None
         self.heard: dict[str, float] = {}  # post or trainer that reports -> when it was heard last
-        self._waited: dict[str, tuple[float, float]] = {}  # of these: when a report came, and when its wait ended
+        self._came: dict[str, float] = {}  # of these: when the last report came, though it waited here since
         self.helpers: set[str] = set()  # of these, posts that help their stage and do not serve it
         self.nursery: trio.Nursery | None = None  # for a tenure's tasks; None: not running
         self._changed_to: tuple[Conductor | None, int] = None, 0  # the machine, and its version for members
@@ -87,7 +87,7 @@ class MachineDriver:
         self.tenure = None
         self._orders.cancel_all()
         self.heard.clear()
-        self._waited.clear()
+        self._came.clear()
         self.helpers.clear()
         self.wake_waiting()
 
@@ -103,7 +103,7 @@ class MachineDriver:
         for name in names:
             if self.tenure is not None and self.heard.pop(name, None) is not None:
                 self.helpers.discard(name)
-                self._waited.pop(name, None)
+                self._came.pop(name, None)
                 self.feed(MemberGone(name))
                 self.feed(TrainerGone(name))
 
@@ -116,11 +116,9 @@ class MachineDriver:
         if name in self.heard:
             self.heard[name] = trio.current_time()
 
-    def wait_ended(self, name: str) -> None:
-        """A report has waited until now: as `still_heard`; but its sender may have been stopped since it came."""
-        if name in self.heard:
-            self._waited[name] = self.heard[name], trio.current_time()
-        self.still_heard(name)
+    def report_came(self, name: str) -> None:
+        """A post or trainer has reported."""
+        self.heard[name] = self._came[name] = trio.current_time()
 
     def _carry_out(self, tenure: Tenure, outputs: list[Output]) -> None:
         if outputs:  # most events have none
@@ -209,14 +207,10 @@ class MachineDriver:
         awaited = self.machine.awaited() if self.machine is not None else set()
         self._awaited = {name: self._awaited.get(name, now) for name in awaited}
         late = {name for name, since in self._awaited.items() if now - since > _ANSWER_S}
-        late.update(name for name, heard in self.heard.items() if now - self._came(name, heard) > _REPORT_S)
+        # Who was stopped while its report waited here is late from when that came.
+        late.update(name for name, heard in self.heard.items() if now - self._came.get(name, heard) > _REPORT_S)
         for peer in sorted({peer_of(name) for name in late}):
             self._doubt(peer)
-
-    def _came(self, name: str, heard: float) -> float:
-        """The time at which the last report came, of one whose wait ended when it was `heard` too."""
-        came, ended = self._waited.get(name, (heard, heard))
-        return came if ended == heard else heard
 
     def _is_silent(self, name: str, for_s: float) -> bool:
         if for_s <= _SILENT_S:

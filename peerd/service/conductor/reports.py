@@ -88,7 +88,7 @@ class Reports:
         machine = tenure.machine
         helps = body.line is not None and body.line.mode == "aux"
         self._check_post(machine, call.peer.text, body.stage, helps=helps)
-        self._driver.heard[name] = trio.current_time()
+        self._driver.report_came(name)
         if helps:
             self._driver.helpers.add(name)
             self._take_line(machine, name, body)
@@ -163,7 +163,7 @@ class Reports:
         self._check_run(body.run)
         tenure = self._duty.act(body.term, call.peer)
         machine = tenure.machine
-        self._driver.heard[name] = trio.current_time()
+        self._driver.report_came(name)
         taken = machine.takes(body.step)
         begun, done = body.open.numbers(), tuple(map(_held_by_posts, body.done))
         self._driver.feed(TrainerReport(name, body.step, begun, done, body.early.numbers(), body.unknown.numbers()))
@@ -200,7 +200,7 @@ class Reports:
         """After a report has waited: Refused where we conduct no more; else its sender counts as heard, unless lost."""
         if self._driver.tenure is not tenure:
             raise Refused(f"{NOT_CONDUCTING} any more")
-        self._driver.wait_ended(name)
+        self._driver.still_heard(name)
 
     # --- others -----------------------------------------------------------------------------------------------
 
