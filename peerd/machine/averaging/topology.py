@@ -170,7 +170,9 @@ def round_s(peers: int, xi_s_per_byte: float, vector_bytes: int) -> float:
 
 
 def _most_s(how: Ordered, count: int, vector_bytes: int) -> float:
-    """How long the bytes of an attempt may take: several times what the lines need, and enough for slow ones."""
+    """Returns the most seconds that an attempt's bytes may take: several times what the lines need, and never less than
+    slow lines need.
+    """
 
     def of(peers: int, split: Split | None) -> float:
         needed_s = round_s(peers, split.xi_s_per_byte, vector_bytes) if split is not None else 0.0

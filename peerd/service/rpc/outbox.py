@@ -170,7 +170,7 @@ class Outbox:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes of what was queued that have left this peer; about: what was handed over before may count too."""
+        """Approximate number of queued bytes that have left this peer."""
         under_way = len(self._leaving) - self._stream.unsent_bytes if self._leaving and self._stream is not None else 0
         return self._sent_bytes + max(0, under_way)
 

@@ -96,7 +96,7 @@ class Rounds:
 
     @property
     def waits_for(self) -> str | None:
-        """The text on what a long round waits for, with what has come of it; None: no round takes long."""
+        """Text that says what a long round waits for, and its progress; None while no round takes long."""
         seconds = trio.current_time() - self._attempt.since if self._attempt is not None else 0.0
         if seconds <= _LONG_S:
             return None

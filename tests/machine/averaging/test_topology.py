@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.core.errors import ProtocolViolation
+from peerd.core.limits import RPC_LEAST_BYTES_PER_S
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.messages.swarm import GridRound, LineInfo, Mbs, Party, Prepare
 from peerd.machine.averaging.allreduce import AveragingPlan
@@ -95,6 +96,19 @@ def test_members_hear_how_long_earlier_rounds_take_where_all_lines_are_known() -
     ordering._lines.tell("p149", 0, LineInfo("node", 0, 0, 2_000_000, "float32"))  # another vector: no model
     assert [one.earlier_s for one in ordering.order(0, names(150)).rounds["p000"]] == [0, 0]
     assert [one.earlier_s for one in grouping(9, 3).order(0, names(9)).rounds["p000"]] == [0, 0]
+
+
+def test_an_attempt_may_take_what_slow_lines_need_for_the_size_that_most_of_the_group_tell() -> None:
+    def most_s(elements: int, mbyte_s: float = 0.0) -> float:
+        ordering = grouping(3, 3, mbyte_s=mbyte_s)
+        for peer, told in zip(names(3), (elements, elements, 1 << 30), strict=True):
+            line = LineInfo("node", mbyte_s * 1e6, mbyte_s * 1e6, told, "float32")
+            ordering._lines.tell(peer, 0, line)
+        return ordering.order(0, names(3)).most_s
+
+    assert most_s(85_000_000) == 2 * 340e6 / RPC_LEAST_BYTES_PER_S
+    assert most_s(850_000_000) == 10 * most_s(85_000_000), "no constant bounds it"
+    assert most_s(85_000_000, mbyte_s=0.004) > 4 * 340e6 / 0.004e6, "known lines are slower than that"
 
 
 def test_a_small_stage_and_one_on_slow_or_unknown_lines_are_flat() -> None:

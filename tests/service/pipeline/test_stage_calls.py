@@ -100,7 +100,7 @@ async def test_orders_are_taken_of_the_conductor_alone_and_calls_of_this_run_alo
             assert await forward(pair, 0) == 1.5  # work may come from any trainer
 
 
-async def test_every_order_is_refused_to_whoever_is_not_followed() -> None:
+async def test_a_peer_obeys_no_order_but_its_conductor_s() -> None:
     orders = {
         "prepare": Prepare(RUN, 1, 1, bytes(16), b"", [], Mbs(), 4, 60.0),
         "commit": Commit(RUN, 1, Position(1, b""), 0),
