@@ -303,8 +303,9 @@ class Post:
         if self.state.problem:
             return self.state.problem
         waits = self._following.waits_for or self.catching_up.waits_for or self._recalling.waits_for
+        waits = waits or self._rounds.waits_for  # a round says how far it has come: the conductor cannot
         if waits or not self._waits_for:
-            return waits or self._rounds.waits_for
+            return waits
         problem = self._recalling.problem
         return f"{self._waits_for}; {problem}" if problem else self._waits_for
 
