@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,14 @@ class Loop(UserLoop):
         return float((self.model(x).argmax(1) == y).float().mean())
 
 
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with own_runtime(tmp_path, monkeypatch):
+        yield
+
+
 @pytest.mark.parametrize("how", ["average", "first", "local"])
-def test_a_replica_that_joins_late_has_the_running_statistics(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own_runtime(tmp_path, monkeypatch)
+def test_a_replica_that_joins_late_has_the_running_statistics(how: str, runtime: None) -> None:
     first = Loop(1, how, pauses=True)
     assert first.half_way.wait(200)
     second = Loop(2, how, bootstrap=first.address())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +130,9 @@ class User(UserLoop):
 
 
 @pytest.fixture
-def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Books:
-    own_runtime(tmp_path, monkeypatch)
-    return Books(monkeypatch)
+def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Books]:
+    with own_runtime(tmp_path, monkeypatch):
+        yield Books(monkeypatch)
 
 
 def check_that_they_agree(books: Books, users: list[User]) -> None:

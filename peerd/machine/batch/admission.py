@@ -3,10 +3,10 @@
 Where trainers compute for themselves (a model of one stage) they are as fast as their machines. A step ends when the
 last admitted microbatch is done, so near its end a slow trainer gets no further one: it would still compute when the
 others have long been able to do it too. In pipelines the stages set the pace, and every wish is taken. Times are
-measured here from reports; what a trainer says of its speed counts for nothing. Invariant: the fastest trainer that
-wishes and has nothing under way is never passed over, so a batch is filled whoever is slow; but one that did not
-finish what it had is given less (`Leash`), and its place goes to others when the step has long waited for nobody else.
-Newcomers get little, until they have helped to make a step (`Newcomers`).
+measured here from reports; what a trainer says of its speed counts for nothing. Invariant: the fastest of those that
+wish, may get one and have nothing under way is never passed over, so a batch is filled whoever is slow; but one that
+did not finish what it had is given less (`Leash`), and its place goes to others when the step has long waited for
+nobody else. Newcomers get little, until they have helped to make a step (`Newcomers`): nobody leaves the rest to them.
 Who trains alone is given all that it wishes for, however slow: nobody else could do it.
 With each report only trainers are looked at whose wishes may have no place yet: `wish_again` names those that lost one.
 """
@@ -14,7 +14,7 @@ With each report only trainers are looked at whose wishes may have no place yet:
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, KeysView, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, KeysView, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from peerd.core.bounded_dict import BoundedDict
@@ -225,7 +225,8 @@ class Admission:
             return
         trainers = {name: self._trainers[name] for name in self._in_order(now, ledgers)}
         given = {name: self._given(now, name) for name in trainers}
-        workers = self._at_work(now, _begun(ledgers)) if self._own_pace else {}
+        paces = self._at_work(now, _begun(ledgers)) if self._own_pace else {}
+        workers = {name for name, pace in paces.items() if self._does_more(now, name, pace.begun)}
         under_way = {name: sum(one.under_way[name] for one in ledgers) for name in trainers}
         left = self._wishing.keys() - trainers.keys()  # trainers with a wish that gets no place now
         for mb in _in_turn([(name, own.open) for name, own in trainers.items()], ledgers):
@@ -237,7 +238,7 @@ class Admission:
             own, most = trainers[mb.trainer], given[mb.trainer]
             if (own.bound_to != step and mb.seq in own.bound) or (most is not None and under_way[mb.trainer] >= most):
                 continue
-            if self._own_pace and not _in_time(mb.trainer, ledger.capacity - len(ledger.entries), workers):
+            if self._own_pace and not _in_time(paces, mb.trainer, workers, ledger.capacity - len(ledger.entries)):
                 continue
             if mb.trainer in self.newcomers:
                 if self.newcomers.why_nothing(now, mb.trainer):  # another one of its place was let in just now
@@ -246,9 +247,9 @@ class Admission:
             under_way[mb.trainer] += 1
             yield mb
             if self._own_pace:
-                before = workers[mb.trainer]
+                before = paces[mb.trainer]
                 waited_s = before.waited_s if before.begun else 0.0
-                workers[mb.trainer] = WorkerPace(before.seconds, before.begun + 1, waited_s)
+                paces[mb.trainer] = WorkerPace(before.seconds, before.begun + 1, waited_s)
         self._wishing = {
             name: None for name in self._wishing if name in left and self._lacks_place(name, ledgers, counted)
         }
@@ -258,12 +259,18 @@ class Admission:
         others = [name for name in self._wishing if name not in self.newcomers]
         # Trainers never measured come first, so that one step tells of them all.
         others.sort(key=lambda name: (self._trainers[name].seconds > 0 and self._own_pace, name))
-        return [*self.newcomers.first(now, self._wishing, ledgers), *others]
+        rest = {*others, *(name for one in ledgers for name in one.under_way if name in self.newcomers.others)}
+        is_wanted = any(self._does_more(now, name, sum(one.under_way[name] for one in ledgers)) for name in rest)
+        return [*self.newcomers.first(now, self._wishing, ledgers, is_wanted), *others]
 
     def _lacks_place(self, trainer: str, ledgers: Sequence[Ledger], counted: Container[Mb]) -> bool:
         """True when a microbatch that the trainer wishes for has no place in a batch."""
         without = set(self._trainers[trainer].open).difference(*(one.by_trainer.get(trainer, ()) for one in ledgers))
         return any(Mb(trainer, seq) not in counted for seq in without)
+
+    def _does_more(self, now: float, name: str, under_way: int) -> bool:
+        """True when a trainer that wishes, or has so many under way, is one that others may leave a batch's rest to."""
+        return name not in self.newcomers and (under_way > 0 or self._given(now, name) != 0)
 
     def _at_work(self, now: float, begun: dict[str, tuple[int, float]]) -> dict[str, WorkerPace]:
         """Trainers that wish for microbatches or have begun some, by name."""
@@ -297,12 +304,13 @@ def _begun(ledgers: Iterable[Ledger]) -> dict[str, tuple[int, float]]:
     return found
 
 
-def _in_time(trainer: str, left: int, workers: dict[str, WorkerPace]) -> bool:
-    """True when the trainer would be done with one more soon after all together are done with it and what else is
-    `left`.
+def _in_time(paces: Mapping[str, WorkerPace], trainer: str, workers: Set[str], left: int) -> bool:
+    """True when the trainer would be done with one more soon after all `workers` and it, together, are done with it and
+    what else is `left`.
     """
-    together_s = shared_in_s(left, workers.values())
-    if not workers[trainer].seconds or together_s is None:
+    together = [paces[name] for name in workers | {trainer}]
+    together_s, own = shared_in_s(left, together), paces[trainer]
+    if not own.seconds or together_s is None:
         return True
-    free_in_s, seconds = workers[trainer].free()
-    return free_in_s + seconds <= together_s + min(worker.seconds for worker in workers.values() if worker.seconds)
+    free_in_s, seconds = own.free()
+    return free_in_s + seconds <= together_s + min(worker.seconds for worker in together if worker.seconds)

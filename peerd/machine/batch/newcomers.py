@@ -1,7 +1,8 @@
 """Newcomers among the trainers, those that have not yet helped to make a step: what they are given, and for how long.
 
 A newcomer has one microbatch at a time, until a step has counted one. All newcomers together get a quarter of a batch,
-before the others take their turns, so that they are done in time. Steps wait for them as `NewcomerWaits` allows.
+before the others take their turns, so that they are done in time; where the others want nothing, all of it. Steps wait
+for them as `NewcomerWaits` allows.
 `Probation` keeps out those that failed. Where no trainer has helped yet, nobody is a newcomer.
 """
 
@@ -33,6 +34,7 @@ class Newcomers:
         self._helped = BoundedDict[str, None](LEASHED_TRAINERS)  # trainers that helped to make a step, also those gone
         self._others: set[str] = set()  # of those here
         self._failures = BoundedDict[str, int](LEASHED_TRAINERS)  # of newcomers, however long ago: one may be slow
+        self._idle_since: float | None = None  # when the others were seen to want nothing; None: they do
 
     @property
     def others(self) -> Set[str]:
@@ -87,13 +89,19 @@ class Newcomers:
             return "this trainer did not finish its microbatch in time, and gets another when steps can wait for it"
         return "steps have waited for newcomers for long enough, for now" if self._waits.most_s(now) < 0 else ""
 
-    def first(self, now: float, wishing: Iterable[str], ledgers: Sequence[Ledger]) -> list[str]:
+    def first(self, now: float, wishing: Iterable[str], ledgers: Sequence[Ledger], others_work: bool) -> list[str]:
         """The newcomers that get a place in the first of the batches, in turn: first those of places where few failed.
 
-        `wishing`: trainers that wish for one; `ledgers`: the batches that are filled.
+        `wishing`: trainers that wish for one; `ledgers`: the batches that are filled; `others_work`: trainers that have
+        helped before wish for some and may have them, or have some under way. Where they have not for a while, nothing
+        is left to them.
         """
-        due = ledgers[0]
-        left = max(1, due.capacity // _PART) - due.newcomers
+        if others_work:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+        due, has_all = ledgers[0], self._idle_since is not None and now - self._idle_since >= self._usual_s
+        left = max(1, due.capacity if has_all else due.capacity // _PART) - due.newcomers
         busy = {name for one in ledgers for name in one.under_way}
         failures = {name: sum(self.probation.times(now, name)) for name in wishing if name in self and name not in busy}
         able = [name for name in failures if not self.why_nothing(now, name)]
@@ -121,7 +129,11 @@ class Newcomers:
     def lease_s(self, newcomer: str) -> float:
         """Returns how long steps wait for a newcomer. The time grows with its own failures."""
         longer = _LONGER ** self._failures.get(newcomer, 0)
-        return max(WAIT_S, _WAIT_TURNS * self._waits.turn_s) * min(longer, _LONGEST)
+        return self._usual_s * min(longer, _LONGEST)
+
+    @property
+    def _usual_s(self) -> float:
+        return max(WAIT_S, _WAIT_TURNS * self._waits.turn_s)
 
     def wait_ends(self, now: float, newcomer: str) -> float:
         """Returns the time until which the step under way waits for a newcomer alone: not at all where others of its

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
@@ -22,14 +23,20 @@ def fill(admission: Admission, ledger: Ledger, now: float) -> list[Mb]:
     return taken
 
 
-def run_steps(seconds: dict[str, float], batch: int, steps: int, own_pace: bool) -> float:
-    """Seconds of the last step when every trainer keeps two microbatches open and computes one at a time."""
+def run_steps(
+    seconds: dict[str, float], batch: int, steps: int, own_pace: bool, joins: Mapping[str, int] | None = None
+) -> float:
+    """Seconds of the last step when every trainer keeps two microbatches open and computes one at a time.
+
+    `joins`: the number of the step from which on a trainer is there, where that is not the first one.
+    """
     admission, number, took = Admission(own_pace), 0, 0.0
-    open_: dict[str, list[int]] = {name: [] for name in seconds}
+    open_: dict[str, list[int]] = {}
     now = 0.0
-    for _ in range(steps):
-        ledger, begun_at, busy = Ledger(1, batch), now, dict.fromkeys(seconds, False)
-        admitted: dict[str, list[tuple[Mb, float]]] = {name: [] for name in seconds}
+    for step in range(steps):
+        open_ |= {name: [] for name in seconds if (joins or {}).get(name, 0) == step}
+        ledger, begun_at, busy = Ledger(1, batch), now, dict.fromkeys(open_, False)
+        admitted: dict[str, list[tuple[Mb, float]]] = {name: [] for name in open_}
         due: list[tuple[float, str, Mb, float]] = []
         done = 0
         while done < batch:
@@ -53,6 +60,7 @@ def run_steps(seconds: dict[str, float], batch: int, steps: int, own_pace: bool)
             admission.finished(now, name, since)
             open_[name].remove(mb.seq)
             done += 1
+        admission.step_made({mb.trainer for mb in ledger.entries})
         took = now - begun_at
     return took
 
@@ -81,6 +89,46 @@ def test_every_batch_is_filled_and_ends_in_time(speeds: list[float], batch: int)
     # Once speeds are known: what is under way at the end is the fastest trainers' own work.
     best = sorted(number * each for each in speeds for number in range(1, batch + 1))[batch - 1]
     assert run_steps(seconds, batch, len(speeds) + 2, own_pace=True) <= best + 4 * min(speeds) * 1.01
+
+
+def test_the_rest_of_a_batch_is_not_left_to_a_quick_newcomer_that_gets_no_more_of_it() -> None:
+    assert run_steps({"old": 1.0, "new": 0.1}, 8, 2, own_pace=True, joins={"new": 1}) <= 6.0
+
+
+@pytest.mark.parametrize("why", ["wishes for nothing", "sits out"])
+@pytest.mark.parametrize("own_pace", [False, True])
+def test_newcomers_get_a_whole_batch_when_those_who_have_helped_do_nothing(why: str, own_pace: bool) -> None:
+    admission, ledger, done, now = Admission(own_pace), Ledger(1, 8), list[float](), 0.0
+    admission.report("old", (1,))
+    admission.step_made({"old"})
+    if why == "sits out":
+        admission.strike(now, "old", 1)
+    else:
+        admission.report("old", ())
+    admission.report("new", tuple(range(100, 200)))
+    while not ledger.full and now < 20:
+        for mb in fill(admission, ledger, now):
+            assert mb.trainer == "new"
+            ledger.finish(mb)
+            admission.finished(now + 0.1, "new", now)
+            done.append(now)
+        now += 0.1
+    assert [at < 1 for at in done] == [True] * 2 + [False] * 6  # at first a quarter
+    assert done[-1] < 5
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.01, 100.0), st.integers(0, 3)), min_size=1, max_size=8),
+    st.integers(1, 64),
+    st.booleans(),
+)
+def test_every_batch_is_filled_whoever_joins_and_however_quick(
+    trainers: list[tuple[float, int]], batch: int, own_pace: bool
+) -> None:
+    seconds = {f"t{number}": each for number, (each, _) in enumerate(trainers)}
+    joins = {f"t{number}": step for number, (_, step) in enumerate(trainers)}
+    joins["t0"] = 0  # somebody has to be there
+    run_steps(seconds, batch, 6, own_pace, joins)  # fails when a batch is not full and nobody computes
 
 
 @pytest.mark.parametrize("own_pace", [False, True])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,12 +14,20 @@ import torch
 import peerd
 
 WITHIN_S: Final = 200.0  # for whatever a test waits for
+_loops: list[UserLoop] = []  # of the test under way
 
 
-def own_runtime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let peers of this process put their control sockets into `folder`."""
+@contextlib.contextmanager
+def own_runtime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let peers of this process put their control sockets into `folder`; at the end, end the loops that are left."""
     folder.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    _loops.clear()
+    yield
+    for loop in _loops:
+        loop.goes_on.set()
+        loop.opt.close()
+        loop.join(WITHIN_S)
 
 
 class UserLoop(threading.Thread):
@@ -32,6 +42,7 @@ class UserLoop(threading.Thread):
             self.goes_on.set()
         told, listen = (lambda address: self.listening.set()), ["/ip4/127.0.0.1/tcp/0"]
         self.opt = peerd.AveragingOptimizer(optimizer, listen=listen, announce=told, **settings)
+        _loops.append(self)
         self.start()
 
     def begin(self) -> None:
