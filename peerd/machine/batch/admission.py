@@ -55,6 +55,7 @@ class Admission:
         self._first: str | None = None  # by name; None: to be looked for
         self._wishing: dict[str, None] = {}  # trainers that may wish for something which has no place in a batch
         self.newcomers = Newcomers()
+        self._others_work = True  # somebody that sits nothing out works, or may have what it wishes for
         self._patience = 0  # how often leases ran out since anybody finished anything
         self._ran_out_at = 0.0
 
@@ -115,17 +116,17 @@ class Admission:
 
     # --- trainers that do not finish --------------------------------------------------------------------------
 
-    def lateness(self, now: float, lease_s: tuple[float, float], alone: bool) -> Lateness:
+    def lateness(self, now: float, lease_s: tuple[float, float], alone: bool, early: bool = False) -> Lateness:
         """The judge of overdue microbatches as of now. `lease_s`: where the others show what is usual, and else;
-        `alone`: the batch has no room for anything else.
+        `alone`: the batch has no room for anything else; `early`: they are of the batch after it.
         """
 
-        def usual() -> Usual:
+        def usual() -> Usual:  # of those that work: who wishes for nothing could not do it instead
             trainers = self._trainers.items() if alone else ()
-            return Usual({name: (t.turn_s, t.pace.at) for name, t in trainers if t.turn_s})
+            return Usual({name: (t.turn_s, t.pace.at) for name, t in trainers if t.turn_s and t.open})
 
         patience = 2.0 ** min(self._patience, _PATIENCE_MOST)
-        if not self.newcomers.are_waited_for:
+        if early or not self.newcomers.are_waited_for:
             return Lateness(now, lease_s, self._least_lease(*lease_s), patience, usual, self._lease, self._done_at)
 
         def wait_ends(trainer: str) -> float | None:
@@ -135,7 +136,7 @@ class Admission:
 
     def look_for_waits(self, now: float, due: Ledger) -> None:
         """Take note whether the step waits for newcomers alone, while others would do their part of the batch."""
-        self.newcomers.look(now, due, lambda name: self._lacks_place(name, [due], ()))
+        self.newcomers.look(now, due, lambda name: bool(self._unplaced(name, [due], ())))
 
     def _least_lease(self, lease: float, first: float) -> float:
         """No trainer that is here has a shorter lease."""
@@ -182,7 +183,7 @@ class Admission:
     def _given(self, now: float, trainer: str) -> int | None:
         """Number of microbatches that a trainer may have under way; None: any number."""
         leash = self._leashes.get(trainer) if len(self._trainers) > 1 else None
-        most = None if leash is None else 0 if leash.until > now and self._somebody_is_rested(now) else leash.most
+        most = None if leash is None else 0 if self._others_work and leash.until > now else leash.most
         if most != 0 and trainer in self.newcomers:
             return 0 if self.newcomers.why_nothing(now, trainer) else 1
         return most
@@ -196,8 +197,8 @@ class Admission:
             return "a pause, since this trainer did not finish microbatches that it was given"
         return self.newcomers.why_nothing(now, trainer)
 
-    def _somebody_is_rested(self, now: float) -> bool:
-        return any(name not in self._leashes or self._leashes[name].until <= now for name in self._trainers)
+    def _is_rested(self, now: float, trainer: str) -> bool:
+        return trainer not in self._leashes or self._leashes[trainer].until <= now
 
     # --- filling ----------------------------------------------------------------------------------------------
 
@@ -220,13 +221,17 @@ class Admission:
         if ledger.full or not self._wishing:
             return
         ledgers = [ledger] if beside is None else [ledger, beside]
-        self._wishing = {name: None for name in self._wishing if self._lacks_place(name, ledgers, counted)}
+        unplaced = {name: self._unplaced(name, ledgers, counted) for name in self._wishing}
+        self._wishing = {name: None for name, seqs in unplaced.items() if seqs}
         if not self._wishing:  # most reports wish for nothing new
             return
-        trainers = {name: self._trainers[name] for name in self._in_order(now, ledgers)}
-        given = {name: self._given(now, name) for name in trainers}
-        paces = self._at_work(now, _begun(ledgers)) if self._own_pace else {}
-        workers = {name for name, pace in paces.items() if self._does_more(now, name, pace.begun)}
+        begun = _begun(ledgers)
+        wishing = [name for name in self._wishing if any(self._fits(name, seq, step) for seq in unplaced[name])]
+        self._look_who_works(now, wishing, begun, ledger)
+        given = {name: self._given(now, name) for name in wishing}
+        trainers = {name: self._trainers[name] for name in self._in_order(now, ledger, given)}
+        paces = self._at_work(now, begun) if self._own_pace else {}
+        workers = {name for name, pace in paces.items() if self._does_more(name, pace.begun, given, ledger)}
         under_way = {name: sum(one.under_way[name] for one in ledgers) for name in trainers}
         left = self._wishing.keys() - trainers.keys()  # trainers with a wish that gets no place now
         for mb in _in_turn([(name, own.open) for name, own in trainers.items()], ledgers):
@@ -235,13 +240,14 @@ class Admission:
             if any(mb in one.entries for one in ledgers) or mb in counted:
                 continue
             left.add(mb.trainer)
-            own, most = trainers[mb.trainer], given[mb.trainer]
-            if (own.bound_to != step and mb.seq in own.bound) or (most is not None and under_way[mb.trainer] >= most):
+            most = given[mb.trainer]
+            if not self._fits(mb.trainer, mb.seq, step) or (most is not None and under_way[mb.trainer] >= most):
                 continue
             if self._own_pace and not _in_time(paces, mb.trainer, workers, ledger.capacity - len(ledger.entries)):
                 continue
             if mb.trainer in self.newcomers:
-                if self.newcomers.why_nothing(now, mb.trainer):  # another one of its place was let in just now
+                # Another one of its place may have been let in just now.
+                if self.newcomers.room(now, ledger) <= 0 or self.newcomers.why_nothing(now, mb.trainer):
                     continue
                 self.newcomers.let_in(now, mb.trainer, ledger)
             under_way[mb.trainer] += 1
@@ -251,26 +257,58 @@ class Admission:
                 waited_s = before.waited_s if before.begun else 0.0
                 paces[mb.trainer] = WorkerPace(before.seconds, before.begun + 1, waited_s)
         self._wishing = {
-            name: None for name in self._wishing if name in left and self._lacks_place(name, ledgers, counted)
+            name: None for name in self._wishing if name in left and self._unplaced(name, ledgers, counted)
         }
 
-    def _in_order(self, now: float, ledgers: Sequence[Ledger]) -> list[str]:
+    def _look_who_works(
+        self, now: float, wishing: Sequence[str], begun: Mapping[str, tuple[int, float]], ledger: Ledger
+    ) -> None:
+        """Take note whether any trainer, of all and of those that have helped before, works or may have what it wishes
+        for: what others do not do must not be left to them.
+        """
+        rested = [name for name in wishing if self._is_rested(now, name)]
+        helped = [name for name in rested if name not in self.newcomers]
+        at_work = [name for name in begun if name in self.newcomers.others and self._goes_on(now, name, begun[name])]
+        self.newcomers.look_at_others(now, bool(helped or at_work))
+        self._others_work = bool(
+            helped
+            or any(self._is_rested(now, name) and self._goes_on(now, name, begun[name]) for name in begun)
+            or any(
+                not self.newcomers.why_nothing(now, name) and self.newcomers.room(now, ledger) > 0 for name in rested
+            )
+        )
+
+    def _goes_on(self, now: float, trainer: str, begun: tuple[int, float]) -> bool:
+        """True unless a trainer has finished nothing of what it has begun for far longer than is usual."""
+        return now - max(begun[1], self._done_at(trainer)) < self.newcomers.usual_s
+
+    def _does_more(self, name: str, under_way: int, given: Mapping[str, int | None], ledger: Ledger) -> bool:
+        """True when the others of a batch may leave the rest of it to this trainer.
+
+        It works, or wishes for what it may have. One that gave back what it had of this batch may do so again.
+        """
+        works = under_way > 0 or given.get(name, 0) != 0
+        return works and name not in self.newcomers and not ledger.given_back[name]
+
+    def _in_order(self, now: float, ledger: Ledger, given: Mapping[str, int | None]) -> list[str]:
         """The trainers that wish for a microbatch and may get one, in the order in which they take turns."""
-        others = [name for name in self._wishing if name not in self.newcomers]
-        # Trainers never measured come first, so that one step tells of them all.
-        others.sort(key=lambda name: (self._trainers[name].seconds > 0 and self._own_pace, name))
-        rest = {*others, *(name for one in ledgers for name in one.under_way if name in self.newcomers.others)}
-        is_wanted = any(self._does_more(now, name, sum(one.under_way[name] for one in ledgers)) for name in rest)
-        return [*self.newcomers.first(now, self._wishing, ledgers, is_wanted), *others]
+        others = [name for name, most in given.items() if name not in self.newcomers]
+        # Trainers never measured come first, so that one step tells of them all; those that gave back some, last.
+        others.sort(
+            key=lambda name: (ledger.given_back[name], self._trainers[name].seconds > 0 and self._own_pace, name)
+        )
+        able = [name for name, most in given.items() if name in self.newcomers and most != 0]
+        return [*self.newcomers.first(now, able), *others]
 
-    def _lacks_place(self, trainer: str, ledgers: Sequence[Ledger], counted: Container[Mb]) -> bool:
-        """True when a microbatch that the trainer wishes for has no place in a batch."""
+    def _unplaced(self, trainer: str, ledgers: Sequence[Ledger], counted: Container[Mb]) -> set[int]:
+        """The microbatches that the trainer wishes for and that have no place in a batch."""
         without = set(self._trainers[trainer].open).difference(*(one.by_trainer.get(trainer, ()) for one in ledgers))
-        return any(Mb(trainer, seq) not in counted for seq in without)
+        return {seq for seq in without if Mb(trainer, seq) not in counted}
 
-    def _does_more(self, now: float, name: str, under_way: int) -> bool:
-        """True when a trainer that wishes, or has so many under way, is one that others may leave a batch's rest to."""
-        return name not in self.newcomers and (under_way > 0 or self._given(now, name) != 0)
+    def _fits(self, trainer: str, seq: int, step: int) -> bool:
+        """True unless the microbatch was begun for another step."""
+        own = self._trainers[trainer]
+        return own.bound_to == step or seq not in own.bound
 
     def _at_work(self, now: float, begun: dict[str, tuple[int, float]]) -> dict[str, WorkerPace]:
         """Trainers that wish for microbatches or have begun some, by name."""
@@ -306,11 +344,16 @@ def _begun(ledgers: Iterable[Ledger]) -> dict[str, tuple[int, float]]:
 
 def _in_time(paces: Mapping[str, WorkerPace], trainer: str, workers: Set[str], left: int) -> bool:
     """True when the trainer would be done with one more soon after all `workers` and it, together, are done with it and
-    what else is `left`.
+    what else is `left`. Nothing is left to those that have been late for as long as it would take.
     """
-    together = [paces[name] for name in workers | {trainer}]
-    together_s, own = shared_in_s(left, together), paces[trainer]
+    own = paces[trainer]
+    together = [own, *(paces[name] for name in workers if name != trainer and not _hangs(paces[name], own.seconds))]
+    together_s = shared_in_s(left, together)
     if not own.seconds or together_s is None:
         return True
     free_in_s, seconds = own.free()
     return free_in_s + seconds <= together_s + min(worker.seconds for worker in together if worker.seconds)
+
+
+def _hangs(pace: WorkerPace, seconds: float) -> bool:
+    return pace.begun > 0 and pace.seconds > 0 and pace.waited_s > pace.begun * pace.seconds + seconds

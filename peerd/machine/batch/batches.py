@@ -143,7 +143,7 @@ class Batches:
                 continue
             if view.serves(holder, stage):
                 ledger.hold(mb, stage, holder, receipt)
-            else:
+            elif not view.serves(entry.holders[stage], stage):  # else that one still has it, whatever is said now
                 ledger.unhold(mb, stage, now)
         return False
 
@@ -168,7 +168,8 @@ class Batches:
 
         lateness = self.trainers.lateness(now, lease_s, alone=self.due.full)
         due = self._dead(self.due, settled, lateness)
-        early = self._dead(self.early, self._nothing, lateness)
+        of_early = self.trainers.lateness(now, lease_s, alone=self.due.full, early=True)
+        early = self._dead(self.early, self._nothing, of_early)
         late = Counter(mb.trainer for mb in (*due, *early) if mb.trainer in self.trainers)
         if any(trainer not in self.trainers.newcomers for trainer in late):  # what these do says nothing of the others
             self.trainers.ran_out(now)
@@ -230,6 +231,7 @@ class Batches:
     def _drop(self, ledger: Ledger, gone: Iterable[Mb]) -> None:
         for mb in gone:
             ledger.drop(mb)
+            ledger.given_back[mb.trainer] += 1
             self._versions.change(mb.trainer)
             self.trainers.wish_again([mb.trainer])
 

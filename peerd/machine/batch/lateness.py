@@ -75,8 +75,9 @@ class Lateness:
 
     def is_overdue(self, trainer: str, since: float) -> bool:
         """True when the trainer has had its microbatch, admitted at `since`, for far too long."""
-        if (ends := self._wait_ends(trainer)) is not None and self._usual.has_others(trainer):
-            return self._now > ends and self._now - since > _NEWCOMER_FACTOR * self._usual.turn_s(trainer)
+        if (ends := self._wait_ends(trainer)) is not None:
+            least_s = _NEWCOMER_FACTOR * self._usual.turn_s(trainer) if self._usual.has_others(trainer) else 0.0
+            return self._now > ends and self._now - since > least_s
         lease, first = self._lease_s
         own = self._lease(self._now, trainer, lease)
         if self._now - since <= min(own, first) * self._patience:

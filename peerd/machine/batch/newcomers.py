@@ -8,7 +8,7 @@ for them as `NewcomerWaits` allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
@@ -34,7 +34,7 @@ class Newcomers:
         self._helped = BoundedDict[str, None](LEASHED_TRAINERS)  # trainers that helped to make a step, also those gone
         self._others: set[str] = set()  # of those here
         self._failures = BoundedDict[str, int](LEASHED_TRAINERS)  # of newcomers, however long ago: one may be slow
-        self._idle_since: float | None = None  # when the others were seen to want nothing; None: they do
+        self._idle_since: float | None = None  # when the others were seen to do nothing; None: they work, or want to
 
     @property
     def others(self) -> Set[str]:
@@ -85,27 +85,31 @@ class Newcomers:
             return "this trainer did not finish its microbatch in time, and sits out the next steps"
         if told := self.probation.places_reason(now, newcomer):
             return told
+        if self._has_all(now):
+            return ""  # nobody waits
         if newcomer in self._failures and self._waits.most_s(now) < self.lease_s(newcomer):
             return "this trainer did not finish its microbatch in time, and gets another when steps can wait for it"
         return "steps have waited for newcomers for long enough, for now" if self._waits.most_s(now) < 0 else ""
 
-    def first(self, now: float, wishing: Iterable[str], ledgers: Sequence[Ledger], others_work: bool) -> list[str]:
-        """The newcomers that get a place in the first of the batches, in turn: first those of places where few failed.
+    def look_at_others(self, now: float, work: bool) -> None:
+        """Take note whether those that have helped before work, or wish for what they may have."""
+        self._idle_since = None if work else now if self._idle_since is None else self._idle_since
 
-        `wishing`: trainers that wish for one; `ledgers`: the batches that are filled; `others_work`: trainers that have
-        helped before wish for some and may have them, or have some under way. Where they have not for a while, nothing
-        is left to them.
-        """
-        if others_work:
-            self._idle_since = None
-        elif self._idle_since is None:
-            self._idle_since = now
-        due, has_all = ledgers[0], self._idle_since is not None and now - self._idle_since >= self._usual_s
-        left = max(1, due.capacity if has_all else due.capacity // _PART) - due.newcomers
-        busy = {name for one in ledgers for name in one.under_way}
-        failures = {name: sum(self.probation.times(now, name)) for name in wishing if name in self and name not in busy}
+    def _has_all(self, now: float) -> bool:
+        """True when the others have done nothing for a while: nothing is left to them."""
+        return self._idle_since is not None and now - self._idle_since >= self.usual_s
+
+    def room(self, now: float, ledger: Ledger) -> int:
+        """The number of places in a batch that newcomers may have now."""
+        if self._has_all(now):
+            return ledger.capacity - len(ledger.entries)
+        return max(1, ledger.capacity // _PART) - ledger.newcomers
+
+    def first(self, now: float, wishing: Iterable[str]) -> list[str]:
+        """The newcomers that may have a place, in turn: first those of places where few failed."""
+        failures = {name: sum(self.probation.times(now, name)) for name in wishing}
         able = [name for name in failures if not self.why_nothing(now, name)]
-        return sorted(able, key=failures.__getitem__)[: max(0, left)]
+        return sorted(able, key=failures.__getitem__)
 
     def let_in(self, now: float, newcomer: str, ledger: Ledger) -> None:
         """A newcomer has a place in the batch."""
@@ -129,10 +133,11 @@ class Newcomers:
     def lease_s(self, newcomer: str) -> float:
         """Returns how long steps wait for a newcomer. The time grows with its own failures."""
         longer = _LONGER ** self._failures.get(newcomer, 0)
-        return self._usual_s * min(longer, _LONGEST)
+        return self.usual_s * min(longer, _LONGEST)
 
     @property
-    def _usual_s(self) -> float:
+    def usual_s(self) -> float:
+        """Seconds after which whoever has finished nothing is late."""
         return max(WAIT_S, _WAIT_TURNS * self._waits.turn_s)
 
     def wait_ends(self, now: float, newcomer: str) -> float:
