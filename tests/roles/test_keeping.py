@@ -108,8 +108,8 @@ async def test_sets_that_a_full_disk_cuts_short_cost_no_whole_one(
 async def test_a_list_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     kept = keeping(tmp_path)
     await kept.open()
-    (kept._list.path.parent / "kept.json.new").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"kept\.json\.new: "):
+    kept._list.path.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"kept\.json: "):
         await kept._write(at(4), states(4))
 
 

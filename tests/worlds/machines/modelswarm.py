@@ -183,9 +183,8 @@ class Swarm:
     def kill(self, name: str) -> None:
         """Never so that no position is left that all stages hold: nobody could go on from there."""
         member = self.members.pop(name)
-        reach = [
-            {p for m in self.members.values() if m.stage == s for p in (m.position, *m.saved)} for s in range(STAGES)
-        ]
+        members = [m for m in self.members.values() if self.is_believed(m)]
+        reach = [{p for m in members if m.stage == s for p in (m.position, *m.saved)} for s in range(STAGES)]
         if not set.intersection(*reach) - {START} and any(p.step > 0 for r in reach for p in r):
             self.members[name] = member
             return
@@ -193,6 +192,10 @@ class Swarm:
         if self.rng.random() < 0.1:
             self.tell(MemberGone(f"helper {member.stage}"))
         self.join(member.stage)
+
+    def is_believed(self, m: Member) -> bool:
+        """True when a conductor would take the member's word for what it holds."""
+        return True
 
     def replace_conductor(self) -> None:
         self.conductor, self.calls = self.new_conductor(), []
@@ -392,3 +395,33 @@ class Swarm:
         for history in self.histories.values():
             seen = [mb for bag in history for mb, _ in bag]
             assert len(seen) == len(set(seen)), "a microbatch counted in two steps"
+
+
+class RememberingSwarm(Swarm):
+    """One whose peers remember, as peerd's do, whom a conductor named as ready, while the next ones gather.
+
+    The peer that joined first conducts, and no death takes the last state that a member who has helped to make a step
+    has: what a newcomer holds proves nothing.
+    """
+
+    def __init__(self, seed: int, delayed: bool = False) -> None:
+        self.established: dict[str, int] = {}
+        self.have_helped: set[str] = set()
+        super().__init__(seed, delayed)
+
+    def origin(self) -> Origin:
+        own = min((m for m in self.members.values() if m.stage == 0), key=lambda m: m.session, default=None)
+        if own is None:
+            return Origin()
+        ready = {m.peer: m.stage for m in self.conductor.members() if m.ready}
+        stages = set(ready.values())
+        self.established = {peer: stage for peer, stage in self.established.items() if stage not in stages} | ready
+        return Origin(own=own.name, established=self.established, seen=own.seen)
+
+    def is_believed(self, m: Member) -> bool:
+        return m.name in self.have_helped
+
+    def move(self, m: Member, call: SendMove) -> None:
+        super().move(m, call)
+        if call.commit and m.position == call.target:
+            self.have_helped.add(m.name)
