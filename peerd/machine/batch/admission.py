@@ -3,10 +3,10 @@
 Where trainers compute for themselves (a model of one stage) they are as fast as their machines. A step ends when the
 last admitted microbatch is done, so near its end a slow trainer gets no further one: it would still compute when the
 others have long been able to do it too. In pipelines the stages set the pace, and every wish is taken. Times are
-measured here from reports; what a trainer says of its speed counts for nothing. Invariant: the fastest of those that
-wish, may get one and have nothing under way is never passed over, so a batch is filled whoever is slow; but one that
+measured here from reports; what a trainer says of its speed counts for nothing. Invariant: of the trainers that wish
+for a microbatch, may have one and compute none, the fastest gets the next one, so every batch is filled. A trainer that
 did not finish what it had is given less (`Leash`), and its place goes to others when the step has long waited for
-nobody else. Newcomers get little, until they have helped to make a step (`Newcomers`): nobody leaves the rest to them.
+nobody else. Newcomers get little until they have helped to make a step (`Newcomers`): nothing is left to them.
 Who trains alone is given all that it wishes for, however slow: nobody else could do it.
 With each report only trainers are looked at whose wishes may have no place yet: `wish_again` names those that lost one.
 """
@@ -298,7 +298,7 @@ class Admission:
             key=lambda name: (ledger.given_back[name], self._trainers[name].seconds > 0 and self._own_pace, name)
         )
         able = [name for name, most in given.items() if name in self.newcomers and most != 0]
-        return [*self.newcomers.first(now, able), *others]
+        return [*self.newcomers.in_turn(now, able), *others]
 
     def _unplaced(self, trainer: str, ledgers: Sequence[Ledger], counted: Container[Mb]) -> set[int]:
         """The microbatches that the trainer wishes for and that have no place in a batch."""

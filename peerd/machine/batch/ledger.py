@@ -51,9 +51,7 @@ class Ledger:
     under_way: Counter[str] = field(default_factory=Counter)  # number of entries that are not `done`, by trainer
     undone: int = 0  # of all trainers together
     newcomers: int = 0  # microbatches that newcomers were given so far, also those that they did not finish in time
-    given_back: Counter[str] = field(
-        default_factory=Counter
-    )  # entries that a trainer gave up, or did not finish in time
+    given_back: Counter[str] = field(default_factory=Counter)  # entries that each trainer lost before it was done
     unsaid: int = 0  # number of entries that are not `done`, and held in every stage: members have said so
     held: list[dict[str, dict[Mb, None]]] = field(default_factory=list)  # by stage and holder, of those that have some
 

@@ -1,9 +1,9 @@
 """Newcomers among the trainers, those that have not yet helped to make a step: what they are given, and for how long.
 
 A newcomer has one microbatch at a time, until a step has counted one. All newcomers together get a quarter of a batch,
-before the others take their turns, so that they are done in time; where the others want nothing, all of it. Steps wait
-for them as `NewcomerWaits` allows.
-`Probation` keeps out those that failed. Where no trainer has helped yet, nobody is a newcomer.
+before the others take their turns, so that they are done in time. Where the others are idle, they get the whole batch.
+Steps wait for them as `NewcomerWaits` allows. `Probation` keeps out those that failed. Where no trainer has helped yet,
+nobody is a newcomer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Newcomers:
         self._helped = BoundedDict[str, None](LEASHED_TRAINERS)  # trainers that helped to make a step, also those gone
         self._others: set[str] = set()  # of those here
         self._failures = BoundedDict[str, int](LEASHED_TRAINERS)  # of newcomers, however long ago: one may be slow
-        self._idle_since: float | None = None  # when the others were seen to do nothing; None: they work, or want to
+        self._idle_since: float | None = None  # time at which the others were first seen idle; None: they are not idle
 
     @property
     def others(self) -> Set[str]:
@@ -105,11 +105,9 @@ class Newcomers:
             return ledger.capacity - len(ledger.entries)
         return max(1, ledger.capacity // _PART) - ledger.newcomers
 
-    def first(self, now: float, wishing: Iterable[str]) -> list[str]:
-        """The newcomers that may have a place, in turn: first those of places where few failed."""
-        failures = {name: sum(self.probation.times(now, name)) for name in wishing}
-        able = [name for name in failures if not self.why_nothing(now, name)]
-        return sorted(able, key=failures.__getitem__)
+    def in_turn(self, now: float, newcomers: Iterable[str]) -> list[str]:
+        """These newcomers in the order of their turns: those of places where few failed come first."""
+        return sorted(newcomers, key=lambda name: sum(self.probation.times(now, name)))
 
     def let_in(self, now: float, newcomer: str, ledger: Ledger) -> None:
         """A newcomer has a place in the batch."""
@@ -137,7 +135,7 @@ class Newcomers:
 
     @property
     def usual_s(self) -> float:
-        """Seconds after which whoever has finished nothing is late."""
+        """Seconds without a finished microbatch after which a trainer is late."""
         return max(WAIT_S, _WAIT_TURNS * self._waits.turn_s)
 
     def wait_ends(self, now: float, newcomer: str) -> float:

@@ -122,13 +122,14 @@ def test_newcomers_get_a_whole_batch_when_those_who_have_helped_do_nothing(why: 
     st.integers(1, 64),
     st.booleans(),
 )
-def test_every_batch_is_filled_whoever_joins_and_however_quick(
+def test_every_batch_is_filled_when_newcomers_of_any_speed_join(
     trainers: list[tuple[float, int]], batch: int, own_pace: bool
 ) -> None:
     seconds = {f"t{number}": each for number, (each, _) in enumerate(trainers)}
     joins = {f"t{number}": step for number, (_, step) in enumerate(trainers)}
     joins["t0"] = 0  # somebody has to be there
-    run_steps(seconds, batch, 6, own_pace, joins)  # fails when a batch is not full and nobody computes
+    took = run_steps(seconds, batch, 6, own_pace, joins)
+    assert 0 < took <= 1.001 * batch * max(seconds.values()), "at some time nobody computed"
 
 
 @pytest.mark.parametrize("own_pace", [False, True])
