@@ -97,7 +97,7 @@ class PositionSearch:
     def best(self) -> Position | None:
         """The newest position that every stage can reach, as far as it is backed; None: there is none."""
         announced = max(self.announced_step if self._believes_hearsay else 0, self.kept_step)
-        state = self.known, announced, self._forsaken, self._newest_kept, frozenset(self.barred)
+        state = self.known, self._course.commits, announced, self._forsaken, self._newest_kept, frozenset(self.barred)
         follows_from = self._roster.stands, self.proven.version, *state
         if follows_from != self._follows_from:  # it is asked for with each report while members are gathered
             self._follows_from = follows_from
@@ -113,6 +113,7 @@ class PositionSearch:
             lambda stage, position, by: (
                 (position == known and not self._cold) or self.proven.holds(stage, position, by, members)
             ),
+            self._may_step,
             announced,
             self._newest_kept,
             in_doubt=self.proven.knows_nothing(members),
@@ -193,13 +194,23 @@ class PositionSearch:
     def moves(self, target: Position) -> list[SendMove]:
         """The orders that bring members to `target`: commit a prepared step, or restore a checkpoint."""
         stages, members = range(self._config.stages), self._roster.entries
-        agreeing = set[str]().union(*(agreeing_on(stage, target, members) for stage in stages))
+        may_step = set[str]().union(*(self._may_step(stage, target) for stage in stages))
         orders = list[SendMove]()
         for peer, member in sorted(members.items()):
-            commit = target == member.prepared and peer in agreeing
+            commit = target == member.prepared and peer in may_step
             if member.position != target and (commit or target in (START, *member.saved)):
                 orders.append(SendMove(peer, target, commit=commit))
         return orders
+
+    def _may_step(self, stage: int, target: Position) -> set[str]:
+        """The members of a stage whose mean that leads to `target` counts: it has the digest of the others' means.
+
+        Where the step was made, whoever ordered it had compared all digests. Else half of the stage's known members,
+        gone ones included, must have the same one: a member that was sent another sum may be the only one that is left.
+        """
+        agreeing, ordered = agreeing_on(stage, target, self._roster.entries), self._course.commits
+        made = (ordered and target == self._course.target) or self.proven.is_made(target, self._roster.entries)
+        return agreeing if made or self.established.has_half(stage, agreeing) else set()
 
     def falls_back(self, now: float) -> bool:
         """True when a stage has long been without the current position, and there is an older one to go on from."""

@@ -98,6 +98,11 @@ class Established:
         present = known & set(members)
         return 3 * len(claims & present) > len(present) if present else not known - self._moved_away(members)
 
+    def has_half(self, stage: int, posts: Set[str]) -> bool:
+        """True when `posts` are at least half of the known members of a stage; also where none are known."""
+        known = self._of.get(stage, {}).keys()
+        return 2 * len(known & posts) >= len(known)
+
     def _moved_away(self, members: Collection[str]) -> set[str]:
         """The posts that are not among the members any more while their peers are, with other posts."""
         there = set(map(peer_of, members))
@@ -206,7 +211,17 @@ class ProvenPositions:
         own = roster.entries.get(self._own)
         if own is not None and position in own.reach:
             return True
-        witnesses = set(map(peer_of, roster.witnesses(position)))
+        return self._is_backed(position, roster.witnesses(position))
+
+    def is_made(self, position: Position, members: Mapping[str, RosterEntry]) -> bool:
+        """True when the step to `position` was surely made, and not only prepared."""
+        if position in self._seen or position in self._kept:
+            return True
+        return self._is_backed(position, {post for post, m in members.items() if m.has(position) or position in m.seen})
+
+    def _is_backed(self, position: Position, posts: Set[str]) -> bool:
+        """True when enough established members, or a trusted peer, are among `posts` or signed the step there."""
+        witnesses = set(map(peer_of, posts))
         if witnesses & self._trusted or self.established.back(witnesses):
             return True
         return self._signers is not None and self.established.back(self._signers(position))

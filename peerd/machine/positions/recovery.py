@@ -23,6 +23,7 @@ class RecoveryKnowledge:
     first_save: int  # the first step after which peers write checkpoints
     proves: Callable[[Position], bool]
     holds: Callable[[int, Position, Set[str]], bool]  # do these members of a stage surely hold a proven state?
+    may_step: Callable[[int, Position], Set[str]]  # the members of a stage whose prepared mean counts
     announced: int  # the newest step believed of a peer out of reach, or of kept checkpoints
     kept: int = 0  # the newest proven step of which a keeper within reach keeps all states
     in_doubt: bool = False  # the conductor has no evidence of its own: claims that it cannot judge are waited for
@@ -46,7 +47,8 @@ def best_position(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntr
     proven = {position for position in claimed if knowledge.proves(position)}
 
     def reaches(stage: int, position: Position) -> bool:
-        by = claims[stage].get(position, set())
+        by = {post for post in claims[stage].get(position, ()) if members[post].has(position)}
+        by |= claims[stage].get(position, set()) & knowledge.may_step(stage, position)
         return bool(by) and knowledge.holds(stage, position, by)
 
     common = {p for p in proven - {START} if all(reaches(stage, p) for stage in range(knowledge.stages))}

@@ -62,6 +62,10 @@ class RosterEntry:
         """Positions where the member says that it stands, or could go."""
         return {self.position, *self.saved, *([self.prepared] if self.prepared else [])}
 
+    def has(self, position: Position) -> bool:
+        """True when the member says that it stands there, or has saved it: it did more than prepare the step there."""
+        return position == self.position or position in self.saved
+
     @property
     def saw(self) -> set[Position]:
         """Positions that it bears out: those it could go to, and those it has seen."""

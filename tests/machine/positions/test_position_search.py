@@ -48,6 +48,30 @@ def test_members_restore_what_they_saved_and_commit_what_they_prepared() -> None
     assert [(order.peer, order.commit) for order in made.moves(START)] == [(peer, False) for peer in "abcde"]
 
 
+def test_a_sum_that_few_of_its_stage_have_is_not_stepped_with_unless_the_step_was_made() -> None:
+    """A liar may have sent one member another sum; who compared them is gone, and the others are late."""
+    before = {"a/0": 0, "b/0": 0} | dict.fromkeys(("c/1", "d/1", "e/1", "f/1"), 1)
+
+    def heard(*others: MemberHello) -> PositionSearch:
+        roster = Roster(2)
+        for one in others:
+            roster.enter(one)
+        return PositionSearch(CONFIG, Origin(own="a/0", established=before, seen=[OLD]), roster, Course(), 0.0)
+
+    first = [hello(post, OLD, prepared=NOW, digest=b"0") for post in ("a/0", "b/0")]
+    sums = {"c/1": b"poisoned", "d/1": b"sum", "e/1": b"sum"}
+    stage = [hello(post, OLD, stage=1, prepared=NOW, digest=digest) for post, digest in sums.items()]
+    alone = heard(*first, stage[0])
+    assert alone.best() == OLD
+    assert not any(order.commit for order in alone.moves(NOW) if order.peer == "c/1")
+    most = heard(*first, *stage)
+    assert most.best() == NOW, "half of the stage have one sum"
+    assert {order.peer for order in most.moves(NOW) if order.commit} == {"a/0", "b/0", "d/1", "e/1"}
+    made = heard(*(hello(post, NOW, seen=(NOW,)) for post in ("a/0", "b/0", "e/0")), stage[1])
+    assert made.best() == NOW, "the step was made elsewhere: whoever ordered it had compared all sums"
+    assert [order.peer for order in made.moves(NOW)] == ["d/1"]
+
+
 def test_a_stage_whose_peers_moved_away_goes_on_from_what_a_newcomer_has() -> None:
     """They left their state behind: nobody waits for their word. The newcomer of stage 0 does not conduct."""
     before = {post: int(post[-1]) for post in ("a/0", "b/0", "c/1", "d/1")}
