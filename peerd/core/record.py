@@ -24,7 +24,13 @@ from typing import Final, Protocol
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.ids import Key, PeerId
-from peerd.core.limits import CLOCK_TOLERANCE_S, RECORD_SUFFIX_BYTES, RECORD_TTL_S, RECORD_VALUE_BYTES
+from peerd.core.limits import (
+    CLOCK_TOLERANCE_S,
+    RECORD_SUFFIX_BYTES,
+    RECORD_TAG_BYTES,
+    RECORD_TTL_S,
+    RECORD_VALUE_BYTES,
+)
 
 _DOMAIN: Final = b"peerd dht record 1\0"
 _HEAD: Final = struct.Struct(">BB32s32sQQBH")
@@ -94,6 +100,11 @@ class Record:
         other.
         """
         return self.publisher.raw + self.suffix
+
+    @property
+    def tag(self) -> bytes:
+        """A short name of exactly this record, for a peer that has it already."""
+        return self.signature[:RECORD_TAG_BYTES]
 
     def encode(self) -> bytes:
         """The record's bytes, as it travels. Only a signed record has this form."""

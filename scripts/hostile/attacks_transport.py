@@ -21,7 +21,7 @@ from peerd.service.dht.codec import FindMessage, PingMessage
 from scripts.hostile.field import Field
 from scripts.hostile.session import DATA, FIN, RST, SYN, WINDOW, Session, frame, opening, session
 
-_DHT = "/peerd/dht/3"
+_DHT = "/peerd/dht/4"
 _STAGE = "/peerd/stage/5"
 
 

@@ -66,7 +66,7 @@ def test_invited_peers_train_while_others_are_refused_and_a_revoked_one_is_dropp
         sly.wait_for("it refuses us: no valid token for run e2e")
         outsider = sly.status()["peer"]["id"]
         reaches(cleo, int(cleo.role()["step"]) + 3)
-        assert f"peer {outsider}: its call of dht/3/" in backbone.said
+        assert f"peer {outsider}: its call of dht/4/" in backbone.said
         shown = [peer["peer"] for stage in ann.status()["swarm"]["stages"] for peer in stage["peers"]]
         assert sorted(shown) == sorted(process.status()["peer"]["id"] for process in (ann, bobs))
 

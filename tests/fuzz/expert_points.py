@@ -147,15 +147,15 @@ _KEYS = [
     holders_key(RUN.run).raw,
 ]
 DIRECTORY = [
-    *(Good("dht/3/store", dht.StoreMessage([record], None)) for record in _RECORDS),
-    Good("dht/3/get", dht.FindMessage(_KEYS, None)),
+    *(Good("dht/4/store", dht.StoreMessage([record], None)) for record in _RECORDS),
+    Good("dht/4/get", dht.FindMessage(_KEYS, None)),
 ]
 POOL = Pool(
     goods.POOL.texts,
     (*goods.POOL.data, MARK, b"r" * 16, _pointer().digest, _pointer().signature, *_RECORDS, *_KEYS),
 )
 STRANGE = [
-    *(Good("dht/3/store", dht.StoreMessage([record], None)) for record in _STRANGERS),
+    *(Good("dht/4/store", dht.StoreMessage([record], None)) for record in _STRANGERS),
     *(Good("vault/2/keep", Keep(pointer)) for chain in _CHAINS for pointer in chain),
     *(Good("sharing/2/take", TakeOver(chain[0], 900, 0.001)) for chain in _CHAINS),
 ]
@@ -177,10 +177,10 @@ _ANSWERS: dict[str, Answers] = {
     "vault/2/keep": [Good("vault/2/keep", Kept(held=True)), Good("vault/2/keep", Kept(held=False))],
     "vault/2/get": _piece,
     "sharing/2/take": [Good("sharing/2/take", TakenOver(generation)) for generation in (0, 1, 7, (1 << 53) - 1)],
-    "dht/3/get": [Good("dht/3/get", dht.RecordsMessage([[record]], [], None)) for record in _RECORDS],
-    "dht/3/ping": [Good("dht/3/ping", goods.DHT_REPLIES[0])],
-    "dht/3/find": [Good("dht/3/find", goods.DHT_REPLIES[1])],
-    "dht/3/store": [Good("dht/3/store", goods.DHT_REPLIES[3])],
+    "dht/4/get": [Good("dht/4/get", dht.RecordsMessage([[record]], [], None)) for record in _RECORDS],
+    "dht/4/ping": [Good("dht/4/ping", goods.DHT_REPLIES[0])],
+    "dht/4/find": [Good("dht/4/find", goods.DHT_REPLIES[1])],
+    "dht/4/store": [Good("dht/4/store", goods.DHT_REPLIES[3])],
 }
 
 

@@ -176,17 +176,18 @@ def _records() -> list[bytes]:
 _STORED = _records()
 _KEYS = [stage_key(RUN.run, 0).raw, Key.of("any").raw, HOST.raw[-32:]]
 DHT = [
-    Good("dht/3/ping", dht.PingMessage(_HELLO)),
-    Good("dht/3/find", dht.FindMessage(_KEYS, _HELLO)),
-    Good("dht/3/get", dht.FindMessage(_KEYS, None)),
-    *(Good("dht/3/store", dht.StoreMessage([record], _HELLO)) for record in _STORED),
-    Good("dht/3/store", dht.StoreMessage(_STORED, None)),
+    Good("dht/4/ping", dht.PingMessage(_HELLO)),
+    Good("dht/4/find", dht.FindMessage(_KEYS, _HELLO)),
+    Good("dht/4/get", dht.FindMessage(_KEYS, None)),
+    Good("dht/4/get", dht.FindMessage(_KEYS, None, 1 << 16, has=[record[-64:-56] for record in _STORED])),
+    *(Good("dht/4/store", dht.StoreMessage([record], _HELLO)) for record in _STORED),
+    Good("dht/4/store", dht.StoreMessage(_STORED, None)),
 ]
 DHT_POOL = Pool(POOL.texts, (*POOL.data, *_KEYS, *_STORED, _HELLO.addrs[0]))
 DHT_REPLIES = [
     dht.PongMessage(_HELLO),
     dht.NearMessage([dht.ContactMessage(MATE.raw, _HELLO.addrs)], _HELLO),
-    dht.RecordsMessage([[_STORED[1]]], [dht.ContactMessage(SELF.raw, [])], _HELLO),
+    dht.RecordsMessage([[_STORED[1]], [bytes(8)]], [dht.ContactMessage(SELF.raw, [])], _HELLO),
     dht.StoredMessage([dht.VerdictMessage(0, 1)], _HELLO),
 ]
 _MEMBER_ANSWER = MemberAnswer(1, Position(1, b"next"), False, "", False, 1, None)
@@ -267,10 +268,10 @@ ANSWERS = [
     Good("average/2/alive", AverageAlive(False)),
     Good("average/2/alive", AverageAlive(True)),
     *(replace(good, body=Empty()) for good in in_round(ATTEMPT) if good.frames),
-    Good("dht/3/ping", DHT_REPLIES[0]),
-    Good("dht/3/find", DHT_REPLIES[1]),
-    Good("dht/3/get", DHT_REPLIES[2]),
-    Good("dht/3/store", DHT_REPLIES[3]),
+    Good("dht/4/ping", DHT_REPLIES[0]),
+    Good("dht/4/find", DHT_REPLIES[1]),
+    Good("dht/4/get", DHT_REPLIES[2]),
+    Good("dht/4/store", DHT_REPLIES[3]),
 ]
 
 

@@ -142,7 +142,7 @@ def _identifies() -> Corpus:
     full = Identify(
         peer=KEYS.peer_id,
         listen_addrs=addrs,
-        protocols=("/ipfs/id/1.0.0", "/ipfs/ping/1.0.0", "/peerd/dht/3"),
+        protocols=("/ipfs/id/1.0.0", "/ipfs/ping/1.0.0", "/peerd/dht/4"),
         observed_addr=addrs[0],
         protocol_version="ipfs/0.1.0",
         agent_version="peerd/1",
@@ -207,28 +207,28 @@ def _record(data: bytes) -> None:
 
 # --- multistream and Noise ---------------------------------------------------------------------------------------
 def _negotiations() -> Corpus:
-    asked = [encode_line("/peerd/dht/3"), encode_line("/ipfs/id/1.0.0"), encode_line("/other/1"), NOT_AVAILABLE]
+    asked = [encode_line("/peerd/dht/4"), encode_line("/ipfs/id/1.0.0"), encode_line("/other/1"), NOT_AVAILABLE]
     return [HEADER + asked[0] + b"request", HEADER + asked[2] + asked[1], HEADER + asked[3], HEADER + asked[0]]
 
 
 @parser("multistream, accepting", _negotiations)
 def _selector(data: bytes) -> None:
-    selector = Selector(lambda name: name == "/peerd/dht/3")
+    selector = Selector(lambda name: name == "/peerd/dht/4")
     for piece in in_pieces(data):
         _, chosen, _ = selector.feed(piece)
         if chosen is not None:
-            assert chosen == "/peerd/dht/3"
+            assert chosen == "/peerd/dht/4"
             return
 
 
 def _answers() -> Corpus:
-    agreed = HEADER + encode_line("/peerd/dht/3")
+    agreed = HEADER + encode_line("/peerd/dht/4")
     return [agreed, agreed + b"the first answer", HEADER + NOT_AVAILABLE]
 
 
 @parser("multistream, proposing", _answers, allowed=(Refused,))
 def _proposal(data: bytes) -> None:
-    proposal = Proposal("/peerd/dht/3")
+    proposal = Proposal("/peerd/dht/4")
     for piece in in_pieces(data):
         if proposal.feed(piece) is not None:
             return

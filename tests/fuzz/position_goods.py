@@ -119,7 +119,7 @@ def _now() -> tuple[int, float]:
 
 
 def _stored(record: bytes) -> Good:
-    return Good("dht/3/store", dht.StoreMessage([record], None))
+    return Good("dht/4/store", dht.StoreMessage([record], None))
 
 
 # --- proofs that prove nothing ---------------------------------------------------------------------------------------

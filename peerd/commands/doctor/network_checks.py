@@ -45,7 +45,7 @@ _CONNECT_S: Final = 15.0
 _IDENTIFY_S: Final = 5.0
 _SLOW_RTT_S: Final = 0.5
 _VERDICT_S: Final = 8.0  # for the peers that dial back
-_DHT_PROTOCOL: Final = "/peerd/dht/3"
+_DHT_PROTOCOL: Final = "/peerd/dht/4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ async def _compare_clocks(stack: PeerStack, peer: PeerId, addr: Multiaddr, sight
     sent = stack.clock.wall()
     body = PingMessage(HelloMessage([], sent))
     try:
-        answer = await stack.rpc.call(peer, "dht/3/ping", body, PongMessage, timeout_s=_CONNECT_S)
+        answer = await stack.rpc.call(peer, "dht/4/ping", body, PongMessage, timeout_s=_CONNECT_S)
     except Refused as error:
         if NO_TOKEN not in str(error):
             raise

@@ -59,7 +59,7 @@ SERVERS: Final[dict[str, frozenset[str]]] = {
 }
 FREE: Final = "access/1"  # where tokens are shown: open to everyone
 OPEN: Final = frozenset({FREE, "run/1"})  # as is the run file: a stranger sees what it would join
-ANYWHERE: Final = "dht/3"
+ANYWHERE: Final = "dht/4"
 _REMEMBERED: Final = 2048  # tokens whose signature was found good
 
 

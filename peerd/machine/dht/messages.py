@@ -33,6 +33,7 @@ class Find:
     hello: Hello | None = None
     most_bytes: int = 0  # wanted of one key, in an answer; 0: all of it
     max_age_s: int = 0  # of a copy of what others hold that will do as an answer; 0: none will
+    has: tuple[bytes, ...] = ()  # tags of records that the asker has: they need not be sent again
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,11 @@ class Found:
     records: tuple[tuple[Record, ...], ...]
     contacts: tuple[Contact, ...]
     hello: Hello | None = None
+    named: tuple[tuple[bytes, ...], ...] = ()  # per key, tags of records that the asker has; shorter: none of the rest
+
+    def named_of(self, index: int) -> tuple[bytes, ...]:
+        """The tags for the key of this number."""
+        return self.named[index] if index < len(self.named) else ()
 
 
 @dataclass(frozen=True, slots=True)

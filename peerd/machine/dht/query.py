@@ -31,15 +31,18 @@ class Search:
         *,
         values: bool,
         held: Iterable[Record] = (),
+        had: Iterable[Record] = (),
         most_bytes: int = 0,
         max_age_s: int = 0,
     ) -> None:
+        """`held`: records under the key here. `had`: those that are known, and count once a peer says it holds them."""
         self.key = key
         self.values = values
         self.lookup = lookup
         self.most_bytes = most_bytes
         self.max_age_s = max_age_s
         self.answer_bytes = most_bytes or DHT_BYTES_PER_KEY  # the most that one answer may hold
+        self.has = {record.tag: record for record in had}
         self._left = DHT_ANSWERS_KEPT * self.answer_bytes
         self._best: dict[bytes, Record] = {}
         self._answers: dict[Contact, dict[bytes, Record]] = {}  # by answerer

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Final
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import Key
+from peerd.core.limits import DHT_LARGE_BYTES
 from peerd.core.record import Record
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.lookup import Lookup, LookupGuide, LookupRule
@@ -20,8 +23,44 @@ from peerd.machine.dht.node_state import NodeState
 from peerd.machine.dht.query import Placement, Search, Task
 from peerd.machine.dht.requests import Dispatch
 from peerd.machine.dht.routing_table import KEY_BITS, Contact, place
+from peerd.machine.dht.store import answer_bytes
 
 _ATTEMPTS = 3  # to outbid versions that others claim to hold
+_LARGE_BYTES: Final = 512  # a record of so many bytes saves more than its tag costs, by far
+_LARGE_KEYS: Final = 256
+
+
+class LargeRecords:
+    """Large records that readings found, by key: peers that are asked again need not send them again.
+
+    Whoever fills a key with large records, as anybody may, would else cost each of its readers their bytes with each
+    reading. No cache of answers: a record counts once a peer says that it holds it. At most DHT_LARGE_BYTES, of the
+    keys that were read last.
+    """
+
+    def __init__(self) -> None:
+        self._by_key = BoundedDict[Key, list[Record]](_LARGE_KEYS)
+
+    @staticmethod
+    def among(records: Iterable[Record]) -> list[Record]:
+        """Those of the records that are worth a tag."""
+        return [record for record in records if answer_bytes(record) >= _LARGE_BYTES]
+
+    def of(self, key: Key, wall: float) -> list[Record]:
+        """The large records that were under `key` when it was last read, and have not expired."""
+        return [record for record in self._by_key.get(key, ()) if record.is_live(wall)]
+
+    def keep(self, key: Key, records: Iterable[Record]) -> None:
+        """These were found under `key`."""
+        self._by_key.pop(key, None)
+        if large := self.among(records):
+            self._by_key[key] = large
+        while self.bytes_kept > DHT_LARGE_BYTES:
+            self._by_key.popitem(last=False)
+
+    @property
+    def bytes_kept(self) -> int:
+        return sum(answer_bytes(record) for records in self._by_key.values() for record in records)
 
 
 class Workbench:
@@ -32,6 +71,7 @@ class Workbench:
         self._dispatch = dispatch
         self._emit = emit
         self._tasks: list[Task] = []
+        self._large = LargeRecords()
         config = node.config
         self._value_rule = LookupRule(
             want=config.copies,
@@ -146,7 +186,8 @@ class Workbench:
         lookup = Lookup(target, node.neighbours.seeds(now, key, target), rule, own, guide)
         held = node.store.get(node.wall(now), key, most_bytes) if values else []
         lookup.found = bool(held)
-        return Search(key, lookup, values=values, held=held, most_bytes=most_bytes, max_age_s=max_age_s)
+        had = [*self._large.of(key, node.wall(now)), *self._large.among(held)] if values else []
+        return Search(key, lookup, values=values, held=held, had=had, most_bytes=most_bytes, max_age_s=max_age_s)
 
     def _radius(self, now: float) -> int:
         """The distance from a key within which its holders are, by how near our own nearest neighbours are to us."""
@@ -200,6 +241,9 @@ class Workbench:
         if task.kind == "get":
             wall, publisher = self._node.wall(now), self._node.publisher
             records = {s.key: s.live(wall, publisher.own(wall, s.key)) for s in task.searches}
+            for search in task.searches:
+                if search.was_answered:
+                    self._large.keep(search.key, records[search.key])
             answered = all(search.was_answered for search in task.searches)
             self._emit(q.GetDone(task.op, records, why, answered))
         else:

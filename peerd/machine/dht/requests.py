@@ -9,9 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from peerd.core.ids import Key, PeerId
-from peerd.core.limits import DHT_KEYS_PER_CALL, DHT_RECORDS_PER_STORE, DHT_STORE_BYTES, RECORD_VALUE_BYTES
+from peerd.core.limits import (
+    DHT_KEYS_PER_CALL,
+    DHT_RECORDS_PER_STORE,
+    DHT_STORE_BYTES,
+    DHT_TAGS_PER_CALL,
+    RECORD_VALUE_BYTES,
+)
 from peerd.core.record import MAX_RECORD_BYTES, Record, Verifier
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.neighbours import Neighbours
@@ -90,8 +97,10 @@ class Dispatch:
             for task, search in wanted:  # several tasks may want one key: the other side answers it once
                 by_key.setdefault(search.key, []).append((task, search))
             for keys in _chunks(tuple(by_key), DHT_KEYS_PER_CALL):
-                find = q.Find(keys, values, self._greeting(now, contact, hello), most_bytes, max_age_s)
-                yield self._ask(now, contact, find, searches=[part for key in keys for part in by_key[key]])
+                parts = [part for key in keys for part in by_key[key]]
+                has = tuple(islice(dict.fromkeys(tag for _, s in parts for tag in s.has), DHT_TAGS_PER_CALL))
+                find = q.Find(keys, values, self._greeting(now, contact, hello), most_bytes, max_age_s, has)
+                yield self._ask(now, contact, find, searches=parts)
         for contact, placed in placements.items():
             for batch in _batches(placed):
                 records = tuple(placement.record for _, placement in batch)
@@ -110,8 +119,8 @@ class Dispatch:
     def deliver(self, now: float, wall: float, flight: RequestInFlight, reply: q.Reply) -> str | None:
         """Give the answer to the tasks that wait for it; returns what is wrong with it, if it is a lie."""
         match flight.request, reply:
-            case q.Find(keys), q.Found():
-                return self._found(now, wall, flight, keys, reply)
+            case q.Find() as find, q.Found():
+                return self._found(now, wall, flight, find, reply)
             case q.StoreRecords(records), q.Stored(verdicts) if len(records) == len(verdicts):
                 for (_, placement), (verdict, version) in zip(flight.placements, verdicts, strict=True):
                     placement.answered(flight.contact.peer, verdict, version)
@@ -120,12 +129,16 @@ class Dispatch:
                 return None
         return "it answered another question than it was asked"
 
-    def _found(
-        self, now: float, wall: float, flight: RequestInFlight, keys: tuple[Key, ...], found: q.Found
-    ) -> str | None:
-        if not 1 <= len(found.records) <= len(keys):
-            return f"it answered {len(found.records)} keys of {len(keys)}"
-        told = dict(zip(keys, found.records, strict=False))
+    def _found(self, now: float, wall: float, flight: RequestInFlight, find: q.Find, found: q.Found) -> str | None:
+        if not 1 <= len(found.records) <= len(find.keys):
+            return f"it answered {len(found.records)} keys of {len(find.keys)}"
+        had = {tag: record for _, search in flight.searches for tag, record in search.has.items()}
+        if not {tag for tags in found.named for tag in tags} <= set(find.has):
+            return "it named a record that it was not told of"
+        told = {
+            key: (*records, *(had[tag] for tag in dict.fromkeys(found.named_of(index))))
+            for index, (key, records) in enumerate(zip(find.keys, found.records, strict=False))
+        }
         for search in {search.key: search for _, search in flight.searches}.values():
             if fault := self._fault(search, told.get(search.key, ())):
                 return fault

@@ -36,18 +36,22 @@ class Responder:
         contacts: dict[bytes, Contact] = {}
         per_key = max(2, min(self._k, DHT_CONTACTS_PER_REPLY // len(request.keys)))
         records: list[tuple[Record, ...]] = []
-        room = DHT_BYTES_PER_KEY
+        named: list[tuple[bytes, ...]] = []
+        room, has = DHT_BYTES_PER_KEY, frozenset(request.has)
         for key in request.keys:
             held = self._held(now, wall, key, request) if request.values else ()
-            size = sum(map(answer_bytes, held))
+            sent = tuple(record for record in held if record.tag not in has)
+            size = sum(map(answer_bytes, sent))
             if records and size > room:
                 break
             room -= size
-            records.append(held)
+            records.append(sent)
+            named.append(tuple(record.tag for record in held if record.tag in has))
             near = self._neighbours.closest(now, place(key), per_key + 1)
             others = [contact for contact in near if contact.peer.raw != asker.raw]
             contacts |= {contact.peer.raw: contact for contact in others[:per_key]}
-        return Found(tuple(records), tuple(contacts.values())[:DHT_CONTACTS_PER_REPLY], hello)
+        near_any = tuple(contacts.values())[:DHT_CONTACTS_PER_REPLY]
+        return Found(tuple(records), near_any, hello, tuple(named) if any(named) else ())
 
     def _held(self, now: float, wall: float, key: Key, request: Find) -> tuple[Record, ...]:
         held = self._store.get(wall, key, request.most_bytes)

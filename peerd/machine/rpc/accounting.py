@@ -23,7 +23,7 @@ E = TypeVar("E")
 
 
 class MethodName(NamedTuple):
-    """`dht/3/find`, taken apart: protocol `/peerd/dht/3`, name `find`, as text and as it travels."""
+    """`dht/4/find`, taken apart: protocol `/peerd/dht/4`, name `find`, as text and as it travels."""
 
     full: str
     service: str

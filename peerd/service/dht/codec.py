@@ -1,6 +1,6 @@
 """The DHT's messages on the wire, and their translation to the values that `machine/dht/node` works with.
 
-Bodies of the calls dht/3/ping, dht/3/find, dht/3/get and dht/3/store. Lengths are bounded by the types, so that
+Bodies of the calls dht/4/ping, dht/4/find, dht/4/get and dht/4/store. Lengths are bounded by the types, so that
 decoding refuses what is too long; the translation refuses the rest (records that are none, ids of other key types,
 clocks that show no number) with ProtocolViolation. Signatures are not checked here. Addresses that make no sense are
 dropped, not refused: a later version may know kinds that we do not.
@@ -27,6 +27,8 @@ from peerd.core.limits import (
     DHT_KEYS_PER_CALL,
     DHT_RECORDS_PER_KEY,
     DHT_RECORDS_PER_STORE,
+    DHT_TAGS_PER_CALL,
+    RECORD_TAG_BYTES,
 )
 from peerd.core.messages.encoding import Message
 from peerd.core.record import MAX_RECORD_BYTES, Record
@@ -36,6 +38,7 @@ from peerd.machine.dht.store import Verdict
 
 KeyBytes = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 PeerBytes = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
+TagBytes = Annotated[bytes, msgspec.Meta(min_length=RECORD_TAG_BYTES, max_length=RECORD_TAG_BYTES)]
 RecordBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
 Addrs = Annotated[list[Annotated[bytes, msgspec.Meta(max_length=ADDR_BYTES)]], msgspec.Meta(max_length=ADDRS_PER_PEER)]
 MAX_AGE_S = 3600  # of a copy; an older one is kept nowhere
@@ -69,26 +72,30 @@ class PongMessage(Message, frozen=True):
 
 
 class FindMessage(Message, frozen=True):
-    """Request of dht/3/find and dht/3/get. `keys`: each once, for one that comes again has no answer of its own.
+    """Request of dht/4/find and dht/4/get. `keys`: each once, for one that comes again has no answer of its own.
 
-    `most_bytes`: wanted of one key; 0: all of it. `max_age_s`: of copies.
+    `most_bytes`: wanted of one key; 0: all of it. `max_age_s`: of copies. `has`: tags of records that the asker has.
     """
 
     keys: Annotated[list[KeyBytes], msgspec.Meta(min_length=1, max_length=DHT_KEYS_PER_CALL)]
     hello: HelloMessage | None
     most_bytes: Annotated[int, msgspec.Meta(ge=0, le=DHT_BYTES_PER_KEY)] = 0
     max_age_s: Annotated[int, msgspec.Meta(ge=0, le=MAX_AGE_S)] = 0
+    has: Annotated[list[TagBytes], msgspec.Meta(max_length=DHT_TAGS_PER_CALL)] = msgspec.field(default_factory=list)
 
 
 class NearMessage(Message, frozen=True):
-    """The answer of dht/3/find: contacts near any of the keys."""
+    """The answer of dht/4/find: contacts near any of the keys."""
 
     contacts: Contacts
     hello: HelloMessage | None
 
 
 class RecordsMessage(Message, frozen=True):
-    """The answer of dht/3/get: records of the first so many keys, and contacts near them."""
+    """The answer of dht/4/get: records of the first so many keys, and contacts near them.
+
+    In place of a record that the asker has stands its tag.
+    """
 
     records: Annotated[list[KeyRecords], msgspec.Meta(min_length=1, max_length=DHT_KEYS_PER_CALL)]
     contacts: Contacts
@@ -118,13 +125,13 @@ def request_to_wire(request: q.Request, wall: float) -> tuple[str, RequestMessag
     """The method, its body, and what its answer looks like. `wall` is what our uncorrected clock shows."""
     hello = hello_to_wire(request.hello, wall)
     match request:
-        case q.Find(keys, values, _, most_bytes, max_age_s):
-            body = FindMessage([key.raw for key in keys], hello, most_bytes, max_age_s)
-            return ("dht/3/get", body, RecordsMessage) if values else ("dht/3/find", body, NearMessage)
+        case q.Find(keys, values, _, most_bytes, max_age_s, has):
+            body = FindMessage([key.raw for key in keys], hello, most_bytes, max_age_s, list(has))
+            return ("dht/4/get", body, RecordsMessage) if values else ("dht/4/find", body, NearMessage)
         case q.StoreRecords(records):
-            return "dht/3/store", StoreMessage([record.encode() for record in records], hello), StoredMessage
+            return "dht/4/store", StoreMessage([record.encode() for record in records], hello), StoredMessage
         case q.Ping():
-            return "dht/3/ping", PingMessage(hello), PongMessage
+            return "dht/4/ping", PingMessage(hello), PongMessage
 
 
 def request_from_wire(message: RequestMessage, *, values: bool = False) -> q.Request:
@@ -133,8 +140,9 @@ def request_from_wire(message: RequestMessage, *, values: bool = False) -> q.Req
     match message:
         case PingMessage():
             return q.Ping(hello)
-        case FindMessage(keys, _, most_bytes, max_age_s):
-            return q.Find(tuple(dict.fromkeys(Key(key) for key in keys)), values, hello, most_bytes, max_age_s)
+        case FindMessage(keys, _, most_bytes, max_age_s, has):
+            asked = tuple(dict.fromkeys(Key(key) for key in keys))
+            return q.Find(asked, values, hello, most_bytes, max_age_s, tuple(has))
         case StoreMessage(records):
             return q.StoreRecords(tuple(Record.decode(record) for record in records), hello)
 
@@ -147,7 +155,10 @@ def reply_to_wire(reply: q.Reply, wall: float, *, values: bool = False) -> Reply
             near = [ContactMessage(contact.peer.raw, list(contact.addrs)) for contact in contacts]
             if not values:
                 return NearMessage(near, hello)
-            return RecordsMessage([[record.encode() for record in some] for some in records], near, hello)
+            per_key = [
+                [*(record.encode() for record in some), *reply.named_of(index)] for index, some in enumerate(records)
+            ]
+            return RecordsMessage(per_key, near, hello)
         case q.Stored(verdicts):
             return StoredMessage([VerdictMessage(int(verdict), version) for verdict, version in verdicts], hello)
         case q.PongReply():
@@ -159,8 +170,11 @@ def reply_from_wire(message: ReplyMessage, asked: int) -> q.Reply:
     hello = _hello(message.hello)
     match message:
         case RecordsMessage(records, contacts):
-            decoded = tuple(tuple(Record.decode(record) for record in some) for some in records)
-            return q.Found(decoded, _contacts(contacts), hello)
+            decoded = tuple(
+                tuple(Record.decode(one) for one in some if len(one) != RECORD_TAG_BYTES) for some in records
+            )
+            named = tuple(tuple(one for one in some if len(one) == RECORD_TAG_BYTES) for some in records)
+            return q.Found(decoded, _contacts(contacts), hello, named if any(named) else ())
         case NearMessage(contacts):
             return q.Found(((),) * asked, _contacts(contacts), hello)
         case StoredMessage(verdicts):

@@ -46,7 +46,7 @@ from peerd.service.rpc.types import Answer, Incoming
 __all__ = ["Dht", "DhtConfig", "Record"]
 
 _log = logging.getLogger("peerd.dht")
-_PROTOCOL = "dht/3"
+_PROTOCOL = "dht/4"
 _CALLS_PER_PEER = 64  # at once; a peer that joins, publishes and reads at the same time has about ten
 _SLACK_BYTES = 32 << 10  # of a message beyond the records in it
 _SMALL: Final = Declaration(
@@ -58,10 +58,10 @@ _SMALL: Final = Declaration(
     calls_per_peer=_CALLS_PER_PEER,
 )
 DECLARED: Final = {
-    "dht/3/ping": _SMALL,
-    "dht/3/find": _SMALL,
-    "dht/3/get": _SMALL,
-    "dht/3/store": replace(_SMALL, body_bytes=DHT_STORE_BYTES + _SLACK_BYTES),
+    "dht/4/ping": _SMALL,
+    "dht/4/find": _SMALL,
+    "dht/4/get": _SMALL,
+    "dht/4/store": replace(_SMALL, body_bytes=DHT_STORE_BYTES + _SLACK_BYTES),
 }
 _OUTDATED = (Verdict.STALE, Verdict.UNTIMELY)
 _TOGETHER_S = 0.5  # addresses often change by several at once
@@ -389,10 +389,10 @@ class Dht:
 
     def _serve(self) -> None:
         rpc, declared = self._rpc, DECLARED
-        rpc.serve("dht/3/ping", wire.PingMessage, self._answer, declared=declared["dht/3/ping"])
-        rpc.serve("dht/3/find", wire.FindMessage, self._answer, declared=declared["dht/3/find"])
-        rpc.serve("dht/3/get", wire.FindMessage, self._answer_get, declared=declared["dht/3/get"])
-        rpc.serve("dht/3/store", wire.StoreMessage, self._answer, declared=declared["dht/3/store"])
+        rpc.serve("dht/4/ping", wire.PingMessage, self._answer, declared=declared["dht/4/ping"])
+        rpc.serve("dht/4/find", wire.FindMessage, self._answer, declared=declared["dht/4/find"])
+        rpc.serve("dht/4/get", wire.FindMessage, self._answer_get, declared=declared["dht/4/get"])
+        rpc.serve("dht/4/store", wire.StoreMessage, self._answer, declared=declared["dht/4/store"])
 
     async def _answer_get(self, incoming: Incoming[wire.FindMessage]) -> Answer[wire.ReplyMessage]:
         return await self._respond(incoming.peer, incoming.body, values=True)

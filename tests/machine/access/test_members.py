@@ -71,7 +71,7 @@ def test_methods_that_no_table_names_are_for_every_member_and_for_nobody_else() 
     assert books.may_serve(PEERS[0], "kept/1", "kept/1/x", NOW) is None
     assert books.may_serve(PEERS[0], "state/1", "state/1/x", NOW) is not None
     assert books.may_serve(PEERS[0], "stage/5", "stage/5/x", NOW) is not None
-    assert books.may_serve(PEERS[1], "dht/3", "dht/3/x", NOW) is None
+    assert books.may_serve(PEERS[1], "dht/4", "dht/4/x", NOW) is None
 
 
 def test_a_helper_is_no_stage() -> None:

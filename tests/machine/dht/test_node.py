@@ -9,10 +9,11 @@ from typing import TypeVar
 import pytest
 
 from peerd.core.ids import Key, PeerId
-from peerd.core.limits import DHT_CONTACTS_PER_REPLY, DHT_KEYS_PER_CALL
+from peerd.core.limits import DHT_CONTACTS_PER_REPLY, DHT_KEYS_PER_CALL, DHT_LARGE_BYTES
 from peerd.core.record import Record, Verifier
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.node import Kademlia
+from peerd.machine.dht.query_pool import LargeRecords
 from peerd.machine.dht.routing_table import Contact, place
 from peerd.machine.dht.store import Verdict
 from peerd.sim.heapsim import EPOCH_S, StandInSigner, stand_in_verify
@@ -105,11 +106,57 @@ def test_keys_that_had_no_room_in_the_answer_are_asked_again() -> None:
     assert done.records == {key: [] for key in keys}
 
 
+def test_a_large_record_that_the_asker_has_is_named_and_not_sent_again() -> None:
+    """Anybody may fill a key with large records; each reading of it would cost every reader all of them again."""
+    large = replace(record(), value=b"v" * 16_000, signature=b"").signed(ALICE)
+    small, later = record(signer(50)), replace(record(version=2), value=b"w" * 16_000, signature=b"").signed(ALICE)
+    holder, reader = node(), node(neighbours=1, client=True)
+    for held in (large, small):
+        holder.node.store.offer(EPOCH_S, held)
+
+    def read() -> tuple[q.Found, list[Record]]:
+        (ask,) = of_kind(reader.handle(1.0, q.Get(1, (KEY,), 1 << 16)), q.Ask)
+        found = serve(holder, ask.request)
+        assert isinstance(found, q.Found)
+        (done,) = of_kind(reader.handle(1.0, q.Answered(ask.id, found)), q.GetDone)
+        return found, done.records[KEY]
+
+    assert set(read()[0].records[0]) == {large, small}
+    found, records = read()
+    assert (found.records, found.named) == (((small,),), ((large.tag,),))
+    assert set(records) == {large, small}
+    holder.node.store.offer(EPOCH_S, later)
+    found, records = read()
+    assert (set(found.records[0]), found.named) == ({small, later}, ())
+    assert set(records) == {small, later}
+
+
+def test_what_nobody_holds_any_more_is_not_read_from_memory() -> None:
+    large = replace(record(), value=b"v" * 16_000, signature=b"").signed(ALICE)
+    reader = node(neighbours=1, client=True)
+    for found, expected in ((q.Found(((large,),), ()), [large]), (q.Found(((),), ()), [])):
+        (ask,) = of_kind(reader.handle(1.0, q.Get(1, (KEY,), 1 << 16)), q.Ask)
+        (done,) = of_kind(reader.handle(1.0, q.Answered(ask.id, found)), q.GetDone)
+        assert done.records[KEY] == expected
+
+
+def test_of_large_records_so_much_is_remembered() -> None:
+    large = LargeRecords()
+    made = [replace(record(key=Key.of(str(n))), value=b"v" * 16_000, signature=b"").signed(ALICE) for n in range(100)]
+    for one in made:
+        large.keep(one.key, [one])
+    assert DHT_LARGE_BYTES - 17_000 < large.bytes_kept <= DHT_LARGE_BYTES
+    assert large.of(made[0].key, EPOCH_S) == []
+    assert large.of(made[-1].key, EPOCH_S) == [made[-1]]
+    assert large.of(made[-1].key, EPOCH_S + 601) == [], "it has expired"
+
+
 @pytest.mark.parametrize(
     "lie",
     [
         q.Found(((replace(record(), value=b"forged"),),), ()),
         q.Found(((record(key=Key.of("another key")),),), ()),
+        q.Found(((),), (), None, ((b"not told",),)),
         q.Found((), ()),
         q.Found(((), ()), ()),
         q.PongReply(None),

@@ -15,12 +15,12 @@ from tests.kit.declared import declared
 
 
 def test_a_method_name_is_taken_apart() -> None:
-    method = method_name("dht/3/find")
-    assert (method.service, method.protocol, method.name) == ("dht/3", "/peerd/dht/3", b"find")
+    method = method_name("dht/4/find")
+    assert (method.service, method.protocol, method.name) == ("dht/4", "/peerd/dht/4", b"find")
 
 
 @pytest.mark.parametrize(
-    "full", ["dht", "dht/find", "dht/0/find", "dht/1/", "Dht/1/x", "dht/3/x/y", "dht/1/" + "x" * 33]
+    "full", ["dht", "dht/find", "dht/0/find", "dht/1/", "Dht/1/x", "dht/4/x/y", "dht/1/" + "x" * 33]
 )
 def test_other_names_are_our_own_mistake(full: str) -> None:
     with pytest.raises(LocalError):

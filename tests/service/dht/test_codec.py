@@ -17,6 +17,8 @@ from peerd.core.limits import (
     DHT_CONTACTS_PER_REPLY,
     DHT_KEYS_PER_CALL,
     DHT_RECORDS_PER_STORE,
+    DHT_TAGS_PER_CALL,
+    RECORD_TAG_BYTES,
 )
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.record import MAX_RECORD_BYTES, Record
@@ -42,10 +44,11 @@ contacts = st.builds(
     st.lists(st.binary(max_size=40), max_size=3),
 )
 sizes, ages = st.integers(0, DHT_BYTES_PER_KEY), st.integers(0, wire.MAX_AGE_S)
+tags = st.lists(st.binary(min_size=RECORD_TAG_BYTES, max_size=RECORD_TAG_BYTES), max_size=3).map(tuple)
 requests = (
     st.builds(q.Ping, hellos)
     | st.builds(
-        q.Find, st.lists(keys, min_size=1, max_size=5, unique=True).map(tuple), st.booleans(), hellos, sizes, ages
+        q.Find, st.lists(keys, min_size=1, max_size=5, unique=True).map(tuple), st.booleans(), hellos, sizes, ages, tags
     )
     | st.builds(q.StoreRecords, st.lists(records, min_size=1, max_size=3).map(tuple), hellos)
 )
@@ -56,7 +59,7 @@ verdicts = st.tuples(st.sampled_from(Verdict), st.integers(0, 2**63 - 1))
 def test_a_request_comes_back_from_the_wire(request: q.Request) -> None:
     method, body, _ = wire.request_to_wire(request, 1.5)
     assert body == decode(type(body), encode(body))
-    values = method == "dht/3/get"
+    values = method == "dht/4/get"
     assert wire.request_from_wire(decode(type(body), encode(body)), values=values) == request
 
 
@@ -75,6 +78,13 @@ def test_a_reply_comes_back_from_the_wire(reply: q.Reply) -> None:
     assert wire.reply_from_wire(decode(type(body), encode(body)), 3) == reply
 
 
+@given(st.builds(q.Found, st.just(((), ())), st.just(()), hellos, st.tuples(tags, tags)))
+def test_the_tags_of_records_that_the_asker_has_come_back_from_the_wire(reply: q.Found) -> None:
+    back = wire.reply_from_wire(wire.reply_to_wire(reply, 1.5, values=True), 2)
+    assert isinstance(back, q.Found)
+    assert [back.named_of(index) for index in range(3)] == [*reply.named, ()]
+
+
 def test_an_answer_without_values_holds_none_for_each_key() -> None:
     found = q.Found(((), ()), (), None)
     body = wire.reply_to_wire(found, 0.0, values=False)
@@ -90,6 +100,8 @@ def test_an_answer_without_values_holds_none_for_each_key() -> None:
         wire.FindMessage([bytes(32)], None, 0, wire.MAX_AGE_S + 1),
         wire.FindMessage([bytes(32)] * (DHT_KEYS_PER_CALL + 1), None),
         wire.FindMessage([bytes(31)], None),
+        wire.FindMessage([bytes(32)], None, has=[bytes(RECORD_TAG_BYTES + 1)]),
+        wire.FindMessage([bytes(32)], None, has=[bytes(RECORD_TAG_BYTES)] * (DHT_TAGS_PER_CALL + 1)),
         wire.StoreMessage([], None),
         wire.StoreMessage([b""] * (DHT_RECORDS_PER_STORE + 1), None),
         wire.StoreMessage([bytes(MAX_RECORD_BYTES + 1)], None),

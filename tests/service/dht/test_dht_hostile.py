@@ -64,7 +64,7 @@ def record(by: Keypair, wall: float, version: int = 1, suffix: bytes = b"", valu
 
 async def offer(mallory: Node, to: Node, *records: Record) -> list[Verdict]:
     body = wire.StoreMessage([record.encode() for record in records], None)
-    answer = await mallory.rpc.call(to.id, "dht/3/store", body, wire.StoredMessage, timeout_s=5)
+    answer = await mallory.rpc.call(to.id, "dht/4/store", body, wire.StoredMessage, timeout_s=5)
     return [Verdict(said.verdict) for said in answer.body.verdicts]
 
 
@@ -151,13 +151,13 @@ def test_records_of_ones_own_are_kept_within_quota_time_and_lease() -> None:
 @pytest.mark.parametrize(
     "method_and_body",
     [
-        ("dht/3/store", wire.StoreMessage([b"no record"], None)),
-        ("dht/3/store", wire.StoreMessage([bytes(20_000)], None)),
-        ("dht/3/find", wire.FindMessage([], None)),
-        ("dht/3/get", wire.FindMessage([bytes(32)] * 40, None)),
-        ("dht/3/ping", wire.PingMessage(wire.HelloMessage([], float("nan")))),
-        ("dht/3/ping", wire.PingMessage(wire.HelloMessage([bytes(600)] * 40, 0.0))),
-        ("dht/3/steal", wire.PingMessage(None)),
+        ("dht/4/store", wire.StoreMessage([b"no record"], None)),
+        ("dht/4/store", wire.StoreMessage([bytes(20_000)], None)),
+        ("dht/4/find", wire.FindMessage([], None)),
+        ("dht/4/get", wire.FindMessage([bytes(32)] * 40, None)),
+        ("dht/4/ping", wire.PingMessage(wire.HelloMessage([], float("nan")))),
+        ("dht/4/ping", wire.PingMessage(wire.HelloMessage([bytes(600)] * 40, 0.0))),
+        ("dht/4/steal", wire.PingMessage(None)),
     ],
 )
 def test_senseless_requests_are_refused_and_the_peer_goes_on(method_and_body: tuple[str, Any]) -> None:
@@ -200,10 +200,10 @@ async def answering(mallory: Node, to: Node, answer: Callable[[], wire.RecordsMe
     async def pong(incoming: Incoming[wire.PingMessage]) -> Answer[wire.PongMessage]:
         return Answer(wire.PongMessage(None))
 
-    mallory.rpc.serve("dht/3/get", wire.FindMessage, records, declared=ANY)
-    mallory.rpc.serve("dht/3/ping", wire.PingMessage, pong, declared=ANY)
+    mallory.rpc.serve("dht/4/get", wire.FindMessage, records, declared=ANY)
+    mallory.rpc.serve("dht/4/ping", wire.PingMessage, pong, declared=ANY)
     hello = wire.HelloMessage([mallory.addr.to_bytes()], mallory.clock.wall())
-    await mallory.rpc.call(to.id, "dht/3/ping", wire.PingMessage(hello), wire.PongMessage, timeout_s=5)
+    await mallory.rpc.call(to.id, "dht/4/ping", wire.PingMessage(hello), wire.PongMessage, timeout_s=5)
     return asked
 
 
@@ -248,9 +248,9 @@ def test_a_peer_that_never_answers_delays_but_does_not_stop_anyone() -> None:
             raise AssertionError
 
         for method, kind in (("get", wire.FindMessage), ("find", wire.FindMessage), ("store", wire.StoreMessage)):
-            mallory.rpc.serve(f"dht/3/{method}", kind, never, declared=ANY)
+            mallory.rpc.serve(f"dht/4/{method}", kind, never, declared=ANY)
         hello = wire.HelloMessage([mallory.addr.to_bytes()], mallory.clock.wall())
-        await mallory.rpc.call(a.id, "dht/3/ping", wire.PingMessage(hello), wire.PongMessage, timeout_s=5)
+        await mallory.rpc.call(a.id, "dht/4/ping", wire.PingMessage(hello), wire.PongMessage, timeout_s=5)
         started = trio.current_time()
         assert await a.dht.put(KEY, b"v", ttl_s=600) == 2
         assert await values(a) == [b"v"]
@@ -266,7 +266,7 @@ def test_a_store_call_with_a_broken_record_names_its_sender() -> None:
         good = record(mallory.keypair, mallory.clock.wall())
         body = wire.StoreMessage([good.encode(), good.encode()[:-1]], None)
         with pytest.raises((ProtocolViolation, Refused, RemoteError)) as caught:
-            await mallory.rpc.call(a.id, "dht/3/store", body, wire.StoredMessage, timeout_s=5)
+            await mallory.rpc.call(a.id, "dht/4/store", body, wire.StoredMessage, timeout_s=5)
         assert caught.value.peer == a.id
         assert await values(a) == []  # all of a message or nothing
 
@@ -363,10 +363,10 @@ def test_contacts_that_a_stranger_makes_up_lead_to_no_private_place_and_flood_no
             async def pong(call: Incoming[Any]) -> Answer[wire.PongMessage]:
                 return Answer(wire.PongMessage(hello))
 
-            mallory.rpc.serve("dht/3/find", wire.FindMessage, answer, declared=ANY)
-            mallory.rpc.serve("dht/3/ping", wire.PingMessage, pong, declared=ANY)
+            mallory.rpc.serve("dht/4/find", wire.FindMessage, answer, declared=ANY)
+            mallory.rpc.serve("dht/4/ping", wire.PingMessage, pong, declared=ANY)
             await mallory.host.connect_addr(a.full_addr)
-            await mallory.rpc.call(a.id, "dht/3/ping", wire.PingMessage(hello), wire.PongMessage, timeout_s=5)
+            await mallory.rpc.call(a.id, "dht/4/ping", wire.PingMessage(hello), wire.PongMessage, timeout_s=5)
             begin = trio.current_time()
             for _ in range(10):
                 with trio.move_on_after(5):
