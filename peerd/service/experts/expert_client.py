@@ -44,6 +44,7 @@ from peerd.core.work import Worker
 from peerd.machine.experts.answer_rule import AnswerRule
 from peerd.machine.experts.beam import BeamSearch
 from peerd.machine.experts.prefix_cache import ToldClaim
+from peerd.machine.experts.round_limit import RoundLimit
 from peerd.service.experts.answer_check import AnswerCheck
 from peerd.service.experts.call_figures import CallFigures, reason_of
 from peerd.service.experts.expert_directory import ExpertDirectory
@@ -72,6 +73,9 @@ class _Round:
 
     rule: AnswerRule
     replies: list[ExpertReply | None]
+    began: float
+    took: list[float] = field(default_factory=list)  # seconds of each answer
+    slow: list[int] = field(default_factory=list)  # calls that ended for lack of time
     changed: Signal = field(default_factory=Signal)
 
 
@@ -88,6 +92,7 @@ class ExpertClient:
         self._live_share = 1.0  # of first prefixes
         self._late = BoundedDict[PeerId, int](EXPERT_RESTS)  # calls in a row that were cut off
         self._looked_again = BoundedDict[Uid, float](EXPERT_RESTS)  # by prefix, when
+        self._limit = RoundLimit(self._section.timeout_s)
         self.figures = CallFigures()
 
     async def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
@@ -103,13 +108,14 @@ class ExpertClient:
         return await self._run(search.result)
 
     async def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
-        """The experts' outputs, None for those that failed or came late; one deadline for all.
+        """The experts' outputs, None for those that failed or came late; one deadline for all (see `RoundLimit`).
 
         Raises TooFewExperts when one of the `samples` samples has fewer than `k_min` answers.
         """
         self._check_asks(asks, 1)
         calls = [(ask.uid, ask.samples) for ask in asks]
-        rule = AnswerRule(calls, samples, self._section.k_min, self._section.grace_s)
+        grace_s = self._section.grace_s * self._limit.stretch  # where calls take longer, so does the last of them
+        rule = AnswerRule(calls, samples, self._section.k_min, grace_s)
         replies = await self._all(asks, rule, self._forward)
         shortage = rule.shortage()
         if shortage is not None:
@@ -120,11 +126,12 @@ class ExpertClient:
     async def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
         """Gradients of the inputs; each expert that answers has made an update. None: it counts as a constant."""
         self._check_asks(asks, 2)
-        return await self._all(asks, AnswerRule([(ask.uid, ()) for ask in asks], 0, 0, math.inf), self._backward)
+        rule = AnswerRule([(ask.uid, ()) for ask in asks], 0, 0, math.inf)
+        return await self._all(asks, rule, self._backward)
 
     def status(self) -> dict[str, Any]:
         """Plain data for `peerd status`."""
-        return {**self.figures.status(), "directory": self._directory.status()}
+        return {**self.figures.status(), "limit_s": self._limit.seconds, "directory": self._directory.status()}
 
     def _check_asks(self, asks: Sequence[ExpertAsk], frames: int) -> None:
         """Raise LocalError unless these can be asked at all."""
@@ -146,10 +153,10 @@ class ExpertClient:
         self, asks: Sequence[ExpertAsk], rule: AnswerRule, ask_one: Callable[[ExpertAsk, float], Any]
     ) -> list[ExpertReply | None]:
         """Make all calls side by side until the rule says that it is over."""
-        turn = _Round(rule, [None] * len(asks))
-        began = trio.current_time()
-        rule.begin(began, self._section.timeout_s)
-        deadline = began + self._section.timeout_s
+        began, limit_s = trio.current_time(), self._limit.seconds
+        turn = _Round(rule, [None] * len(asks), began)
+        rule.begin(began, limit_s)
+        deadline = began + limit_s
         async with trio.open_nursery() as nursery:
             for number, ask in enumerate(asks):
                 nursery.start_soon(self._one, turn, number, partial(ask_one, ask, deadline))
@@ -157,19 +164,32 @@ class ExpertClient:
                 with trio.move_on_at(rule.wake_at()):
                     await turn.changed.wait()
             nursery.cancel_scope.cancel()
-        for number in rule.late() if trio.current_time() > began else ():
-            self.figures.late += 1
-            self._overdue(asks[number], timed_out=trio.current_time() >= deadline)
+        self._end(turn, asks, limit_s, timed_out=trio.current_time() >= deadline)
         return turn.replies
+
+    def _end(self, turn: _Round, asks: Sequence[ExpertAsk], limit_s: float, *, timed_out: bool) -> None:
+        """Draw the conclusions from a round that is over.
+
+        Where nobody answered in time, the time was too short for all that is known: then nobody rests for it.
+        """
+        late = turn.rule.late() if trio.current_time() > turn.began else []
+        few = turn.rule.shortage() is not None or not turn.took
+        self._limit.ended(limit_s, turn.took, in_vain=few and timed_out and bool(turn.slow or late))
+        self.figures.late += len(late)
+        for number in (*late, *turn.slow):
+            self._overdue(asks[number], limit_s if timed_out else None, rests=bool(turn.took))
 
     async def _one(self, turn: _Round, number: int, ask_one: Callable[[], Any]) -> None:
         try:
             reply: ExpertReply = await ask_one()
         except RemoteError as error:
             turn.rule.failed(trio.current_time(), number, _reason_text(error))
+            if isinstance(error, TooSlow):
+                turn.slow.append(number)
         else:
             if turn.rule.answered(trio.current_time(), number):
                 turn.replies[number] = reply
+                turn.took.append(trio.current_time() - turn.began)
         turn.changed.notify()
 
     # --- calls -------------------------------------------------------------------------------------------------
@@ -279,6 +299,8 @@ class ExpertClient:
                 if follows is not None and (moved := await self._moved(uid, host, follows)) is not None:
                     raise _MovedError(moved) from None
                 raise self._failed(uid, host, error.blame(host), backward=backward) from None
+            except TooSlow:
+                raise  # what follows, the end of the round shows
             except RemoteError as error:
                 raise self._failed(uid, host, error.blame(host), backward=backward) from None
             else:
@@ -291,40 +313,44 @@ class ExpertClient:
 
     # --- what became of them -----------------------------------------------------------------------------------
 
-    def _failed(self, uid: Uid, host: PeerId, error: RemoteError, *, backward: bool) -> RemoteError:
-        """Count a failure, let the host rest with all or with this expert, and name it in the log.
+    def _failed(self, uid: Uid, host: PeerId, error: RemoteError, *, backward: bool, rests: bool = True) -> RemoteError:
+        """Count a failure, let the host rest with all or with this expert (`rests`), and name it in the log.
 
         A backward that is refused may be too stale, or made before: that says nothing about the expert.
         """
         reason = reason_of(error)
         self.figures.failed[reason] += 1
-        rests, now = self._directory.rests, self._clock.now()
-        rested = rests.rests(now, host, uid)
-        if not isinstance(error, Refused):
-            times = rests.failed(now, host)
+        kept_from, now = self._directory.rests, self._clock.now()
+        rested = kept_from.rests(now, host, uid)
+        if not rests:
+            times = 1
+        elif not isinstance(error, Refused):
+            times = kept_from.failed(now, host)
         elif backward:
             times = 1
         else:
-            times = rests.failed(now, host, uid)
+            times = kept_from.failed(now, host, uid)
             self._directory.forget(uid)
         level = logging.INFO if times == 1 and not rested else logging.DEBUG  # the first failure tells it all
         log.log(level, "expert %s %s: %s", uid, reason, error)
         return error
 
-    def _overdue(self, ask: ExpertAsk, *, timed_out: bool) -> None:
-        """A host has not answered in time: a failure when it had all the time there is, or is late again and again."""
+    def _overdue(self, ask: ExpertAsk, limit_s: float | None, *, rests: bool) -> None:
+        """A host has not answered in time: a failure when it had all the time there is (`limit_s`; None: less), or is
+        late again and again. `rests`: it is left alone for a while then.
+        """
         claim = self._directory.owner(ask.uid)
         host = PeerId.parse(ask.served.host) if ask.served is not None else claim.host if claim is not None else None
         if host is None:
             return
         self._late[host] = times = self._late.get(host, 0) + 1
-        if timed_out:
-            error = TooSlow(f"no answer within {self._section.timeout_s:g} s", host)
+        if limit_s is not None:
+            error = TooSlow(f"no answer within {limit_s:.3g} s", host)
         elif times >= _LATE_IN_A_ROW:
             error = TooSlow(f"{times} answers in a row came late, or never", host)
         else:
             return
-        self._failed(ask.uid, host, error, backward=ask.served is not None)
+        self._failed(ask.uid, host, error, backward=ask.served is not None, rests=rests)
 
 
 class _MovedError(Exception):

@@ -155,6 +155,33 @@ async def later(host: ExpertPeer, delay_s: float, call: Incoming[Any]) -> Answer
     return host.answer(call)
 
 
+def test_experts_on_slow_machines_are_slow_and_not_lost() -> None:
+    """Whoever ends all calls after the same few seconds never makes a step where each takes longer."""
+
+    async def main(scene: ExpertWorld) -> None:
+        host, caller = scene.peers
+        await host.host(A)
+        slow_s, failures = 14.0, 0
+        host.forward = functools.partial(later, host, slow_s)
+        host.backward = functools.partial(later, host, slow_s)
+        asks, replies = asks_for([A]), list[ExpertReply | None]()
+        while not replies:
+            try:
+                replies = await caller.client.forward(asks, 2)
+            except TooFewExperts:
+                failures += 1
+                await trio.sleep(20.0)  # the host rests,
+                await host.host(A)  # and announces its expert again
+        assert failures == 3, "2, 4 and 8 seconds were too few, 16 are enough"
+        for _ in range(3):
+            await host.host(A)
+            assert await caller.client.forward(asks, 2) != [None]
+        assert await caller.client.backward([after(asks[0], replies[0])]) != [None]
+        assert caller.client.status()["limit_s"] == pytest.approx(4 * slow_s, rel=0.05)
+
+    in_expert_world(main, experts_run(timeout_s=2.0), count=2)
+
+
 def test_a_sample_with_too_few_answers_is_an_error_that_names_the_experts_and_their_hosts() -> None:
     async def main(scene: ExpertWorld) -> None:
         host, caller = scene.peers
