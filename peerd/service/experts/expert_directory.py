@@ -12,6 +12,7 @@ experts (`expert_client`), and does not choose among them (`machine/experts/beam
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
@@ -43,6 +44,7 @@ K = TypeVar("K")
 
 LOOKUP_S: Final = 5.0  # for one round of look-ups: a slow DHT costs a batch that much and no more
 _LIVES_PERIODS: Final = 2.0  # of announcements: a host that is gone is forgotten when its orphans are adopted
+_LATE_PERIODS: Final = 16.0  # after which the next announcement comes at the latest, as far as it is counted on
 _LIVES_MORE_S: Final = 2.0  # for an announcement that is on its way
 _LONGEST_NEGATIVE_S: Final = 15.0  # before a dead prefix is looked up again
 _TAUGHT_S: Final = 60.0  # before the same addresses go to the address book again
@@ -65,6 +67,7 @@ class ExpertDirectory:
         self._bits = LiveBits(self.grid, self.rests, lambda peer: peer == host.id or host.links.best(peer) is not None)
         self._reading: dict[Uid, trio.Event] = {}
         self._announced: set[Uid] = set()
+        self._announced_at, self._gap_s = -math.inf, 0.0  # the last announcement of all, and how long after another one
         self._taught = BoundedDict[PeerId, tuple[tuple[str, ...], float]](EXPERT_RESTS)
         self._said = BoundedDict[PeerId, float](EXPERT_RESTS)
         self._rivals = BoundedDict[tuple[PeerId, PeerId], float](EXPERT_RESTS)
@@ -254,6 +257,10 @@ class ExpertDirectory:
         filled in here. Expires by itself unless repeated every announcement period.
         """
         told = {record.prefix.uid: record for record in records}
+        now = self._clock.now()
+        gap_s = now - self._announced_at if math.isfinite(self._announced_at) else 0.0
+        self._gap_s = max(gap_s, self._gap_s / 2)  # what is told soon after a change says nothing about the next time
+        self._announced_at = now
         await self._withdraw(self._announced - told.keys())
         await self.add(told.values())
 
@@ -274,7 +281,8 @@ class ExpertDirectory:
 
     async def _put(self, records: Mapping[Uid, Announced]) -> None:
         limiter = trio.CapacityLimiter(_PUTS)
-        ttl_s = _LIVES_PERIODS * self._period_s + _LIVES_MORE_S
+        period_s = max(self._period_s, min(self._gap_s, _LATE_PERIODS * self._period_s))  # a busy machine is late
+        ttl_s = _LIVES_PERIODS * period_s + _LIVES_MORE_S
 
         async def put(prefix: Uid, record: Announced) -> None:
             async with limiter:

@@ -45,6 +45,22 @@ def test_what_a_host_announces_others_find_with_its_address_and_nothing_else() -
     in_expert_world(main, experts_run())
 
 
+def test_announcements_of_a_host_that_is_late_with_them_stand_until_its_next_one() -> None:
+    """A busy machine comes to it later than it means to: its experts are there all the same."""
+
+    async def main(scene: ExpertWorld) -> None:
+        host, reader = scene.peers
+        for late_s in (0.0, 14.0, 14.0):
+            await trio.sleep(late_s)
+            await host.host(E)
+        for waited_s, living in ((14.0, [2]), (20.0, [])):
+            await trio.sleep(waited_s)
+            reader.directory.forget(E)
+            assert alive(reader.directory, await reader.directory.below([P])) == {"0.1": living}
+
+    in_expert_world(main, experts_run(announce_s=2.0), count=2)
+
+
 @pytest.mark.parametrize("sides", [(8,), (3, 4, 5)])
 def test_each_prefix_of_an_expert_leads_to_it(sides: tuple[int, ...]) -> None:
     async def main(scene: ExpertWorld) -> None:
