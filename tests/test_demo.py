@@ -80,6 +80,19 @@ def test_the_figures_follow_from_what_the_processes_told() -> None:
     assert scene.tokens_per_s() == 2 * 100 / 2.0
 
 
+def test_calls_that_experts_answered_show_that_a_slow_demo_is_not_stuck() -> None:
+    scene = Scene(total_steps=10, tokens_per_step=100)
+    seen = []
+    for told in (
+        {},
+        {"step": 0, "experts": {"calls": {"forwards": 3, "backwards": 1}}},
+        {"microbatches": {"counted": 8}},
+    ):
+        scene.read({"trainer": Told("trainer", told)}, now_s=2.0)
+        seen.append(scene.work)
+    assert seen == [(0, 0), (0, 4), (8, 4)]
+
+
 def test_a_trainer_that_has_not_answered_yet_changes_nothing() -> None:
     scene = Scene(total_steps=10, tokens_per_step=100)
     scene.read({"trainer": Told("trainer", {}), "stage-1": Told("stage-1", {})}, now_s=1.0)

@@ -28,7 +28,8 @@ LISTEN: Final = "/ip4/127.0.0.1/tcp/0"
 PERIOD_S: Final = 0.4
 ASK_TIMEOUT_S: Final = 2.0
 START_S: Final = 90.0  # a slow disk takes this long to import torch five times
-STALL_S: Final = 120.0  # without a new step: something is wrong, and each process says what it waits for
+STALL_S: Final = 120.0  # in which nothing is done: something is wrong, and each process says what it waits for
+NO_STEP_S: Final = 1800.0  # without a new step, though something is: a busy machine is slow, and not stuck
 PEERS_PER_STAGE: Final = 2
 EXPERT_HOSTS: Final = 4
 IDLE_STEPS: Final = 2  # so long the kill waits for a peer that would lose something
@@ -110,14 +111,18 @@ class Story(ABC):
 
     async def _train(self) -> None:
         trainer = self._children.by_name["trainer"]
-        moved_at, step = trio.current_time(), -1
+        moved_at = stepped_at = trio.current_time()
+        step, work = -1, (0, 0)
         while trainer.running:
             await self._pause()
             self._disturb()
+            now = trio.current_time()
             if self.scene.step != step:
-                moved_at, step = trio.current_time(), self.scene.step
-            elif trio.current_time() - moved_at > STALL_S:
-                raise PeerdError(self._stalled())
+                moved_at, stepped_at, step = now, now, self.scene.step
+            if self.scene.work != work:
+                moved_at, work = now, self.scene.work
+            if now - moved_at > STALL_S or now - stepped_at > NO_STEP_S:
+                raise PeerdError(self._stalled(now - stepped_at))
         self._check()
 
     async def _pause(self) -> None:
@@ -129,12 +134,12 @@ class Story(ABC):
         if failed is not None:
             raise PeerdError(f"{failed.name} {failed.ending}:\n{failed.tail()}")
 
-    def _stalled(self) -> str:
+    def _stalled(self, since_s: float) -> str:
         waits = []
         for child in self._children.by_name.values():
             why = child.role().get("waits_for") or "nothing that it names"
             waits.append(f"  {child.name}: {'waits: ' + str(why) if child.running else 'is gone'}")
-        return f"no new step for {STALL_S:.0f} s at step {self.scene.step}\n" + "\n".join(waits)
+        return f"no new step for {since_s:.0f} s at step {self.scene.step}\n" + "\n".join(waits)
 
     async def _watch(self, screen: Screen) -> None:
         while True:

@@ -40,11 +40,17 @@ class Scene:
     redone: int = 0  # on the one stage whose peer was lost
     requeued: int = 0  # from the start
     lost: int = 0
+    answered: int = 0  # calls to experts
     waits_for: str = ""
     stage_peers: list[StageRow] = field(default_factory=list)
     bytes_out: int = 0
     killed: list[str] = field(default_factory=list)
     events: list[tuple[float, str]] = field(default_factory=list)  # seconds since the start, text
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """What the trainer has done, for whoever wants to know whether anything moves."""
+        return self.microbatches, self.answered
 
     def read(self, children: dict[str, Child], now_s: float) -> None:
         """Take in what every process told last."""
@@ -63,6 +69,9 @@ class Scene:
         for evaluation in told.get("evaluations") or []:
             _note(self.valid_losses, evaluation.get("step"), evaluation.get("loss"))
         self._count(told.get("microbatches") or {})
+        calls = (told.get("experts") or {}).get("calls") or {}
+        answered = int(calls.get("forwards") or 0) + int(calls.get("backwards") or 0)
+        self.answered = max(self.answered, answered)
         self.waits_for = str(told.get("waits_for") or "")
 
     def read_log(self, events: Iterable[dict[str, Any]]) -> None:
