@@ -103,8 +103,10 @@ class Record:
 
     @property
     def tag(self) -> bytes:
-        """A short name of exactly this record, for a peer that has it already."""
-        return self.signature[:RECORD_TAG_BYTES]
+        """A short name of exactly this record, for a peer that has it already: a hash, for who signs it chooses much of
+        its bytes.
+        """
+        return hashlib.sha256(self.encode()).digest()[:RECORD_TAG_BYTES]
 
     def encode(self) -> bytes:
         """The record's bytes, as it travels. Only a signed record has this form."""

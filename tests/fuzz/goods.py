@@ -179,7 +179,7 @@ DHT = [
     Good("dht/4/ping", dht.PingMessage(_HELLO)),
     Good("dht/4/find", dht.FindMessage(_KEYS, _HELLO)),
     Good("dht/4/get", dht.FindMessage(_KEYS, None)),
-    Good("dht/4/get", dht.FindMessage(_KEYS, None, 1 << 16, has=[record[-64:-56] for record in _STORED])),
+    Good("dht/4/get", dht.FindMessage(_KEYS, None, 1 << 16, has=[record[:16] for record in _STORED])),
     *(Good("dht/4/store", dht.StoreMessage([record], _HELLO)) for record in _STORED),
     Good("dht/4/store", dht.StoreMessage(_STORED, None)),
 ]
@@ -187,7 +187,7 @@ DHT_POOL = Pool(POOL.texts, (*POOL.data, *_KEYS, *_STORED, _HELLO.addrs[0]))
 DHT_REPLIES = [
     dht.PongMessage(_HELLO),
     dht.NearMessage([dht.ContactMessage(MATE.raw, _HELLO.addrs)], _HELLO),
-    dht.RecordsMessage([[_STORED[1]], [bytes(8)]], [dht.ContactMessage(SELF.raw, [])], _HELLO),
+    dht.RecordsMessage([[_STORED[1]], [bytes(16)]], [dht.ContactMessage(SELF.raw, [])], _HELLO),
     dht.StoredMessage([dht.VerdictMessage(0, 1)], _HELLO),
 ]
 _MEMBER_ANSWER = MemberAnswer(1, Position(1, b"next"), False, "", False, 1, None)

@@ -23,10 +23,9 @@ from peerd.machine.dht.node_state import NodeState
 from peerd.machine.dht.query import Placement, Search, Task
 from peerd.machine.dht.requests import Dispatch
 from peerd.machine.dht.routing_table import KEY_BITS, Contact, place
-from peerd.machine.dht.store import answer_bytes
+from peerd.machine.dht.store import answer_bytes, is_large
 
 _ATTEMPTS = 3  # to outbid versions that others claim to hold
-_LARGE_BYTES: Final = 512  # a record of so many bytes saves more than its tag costs, by far
 _LARGE_KEYS: Final = 256
 
 
@@ -41,11 +40,6 @@ class LargeRecords:
     def __init__(self) -> None:
         self._by_key = BoundedDict[Key, list[Record]](_LARGE_KEYS)
 
-    @staticmethod
-    def among(records: Iterable[Record]) -> list[Record]:
-        """Those of the records that are worth a tag."""
-        return [record for record in records if answer_bytes(record) >= _LARGE_BYTES]
-
     def of(self, key: Key, wall: float) -> list[Record]:
         """The large records that were under `key` when it was last read, and have not expired."""
         return [record for record in self._by_key.get(key, ()) if record.is_live(wall)]
@@ -53,7 +47,7 @@ class LargeRecords:
     def keep(self, key: Key, records: Iterable[Record]) -> None:
         """These were found under `key`."""
         self._by_key.pop(key, None)
-        if large := self.among(records):
+        if large := list(filter(is_large, records)):
             self._by_key[key] = large
         while self.bytes_kept > DHT_LARGE_BYTES:
             self._by_key.popitem(last=False)
@@ -186,7 +180,7 @@ class Workbench:
         lookup = Lookup(target, node.neighbours.seeds(now, key, target), rule, own, guide)
         held = node.store.get(node.wall(now), key, most_bytes) if values else []
         lookup.found = bool(held)
-        had = [*self._large.of(key, node.wall(now)), *self._large.among(held)] if values else []
+        had = [*self._large.of(key, node.wall(now)), *filter(is_large, held)] if values else []
         return Search(key, lookup, values=values, held=held, had=had, most_bytes=most_bytes, max_age_s=max_age_s)
 
     def _radius(self, now: float) -> int:

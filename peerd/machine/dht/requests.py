@@ -132,11 +132,13 @@ class Dispatch:
     def _found(self, now: float, wall: float, flight: RequestInFlight, find: q.Find, found: q.Found) -> str | None:
         if not 1 <= len(found.records) <= len(find.keys):
             return f"it answered {len(found.records)} keys of {len(find.keys)}"
-        had = {tag: record for _, search in flight.searches for tag, record in search.has.items()}
+        had: dict[Key, dict[bytes, Record]] = {}
+        for _, search in flight.searches:
+            had.setdefault(search.key, {}).update(search.has)
         if not {tag for tags in found.named for tag in tags} <= set(find.has):
             return "it named a record that it was not told of"
         told = {
-            key: (*records, *(had[tag] for tag in dict.fromkeys(found.named_of(index))))
+            key: (*records, *(had[key][tag] for tag in dict.fromkeys(found.named_of(index)) if tag in had[key]))
             for index, (key, records) in enumerate(zip(find.keys, found.records, strict=False))
         }
         for search in {search.key: search for _, search in flight.searches}.values():

@@ -18,7 +18,7 @@ from peerd.machine.dht.messages import Asked, Find, Found, Hello, Stored, StoreR
 from peerd.machine.dht.neighbours import Neighbours
 from peerd.machine.dht.routing_table import Contact, place
 from peerd.machine.dht.store import Store as RecordStore
-from peerd.machine.dht.store import Verdict, answer_bytes
+from peerd.machine.dht.store import Verdict, answer_bytes, is_large
 
 
 class Responder:
@@ -40,13 +40,14 @@ class Responder:
         room, has = DHT_BYTES_PER_KEY, frozenset(request.has)
         for key in request.keys:
             held = self._held(now, wall, key, request) if request.values else ()
-            sent = tuple(record for record in held if record.tag not in has)
+            tags = {record: record.tag for record in held if is_large(record)} if has else {}
+            sent = tuple(record for record in held if tags.get(record) not in has)
             size = sum(map(answer_bytes, sent))
             if records and size > room:
                 break
             room -= size
             records.append(sent)
-            named.append(tuple(record.tag for record in held if record.tag in has))
+            named.append(tuple(tag for tag in tags.values() if tag in has))
             near = self._neighbours.closest(now, place(key), per_key + 1)
             others = [contact for contact in near if contact.peer.raw != asker.raw]
             contacts |= {contact.peer.raw: contact for contact in others[:per_key]}

@@ -41,6 +41,7 @@ from peerd.machine.dht.routing_table import place
 
 _OVERHEAD_BYTES = 256  # of one record in memory, beyond its parts
 _ANSWER_OVERHEAD_BYTES = 192  # of one record in an answer: head, signature, framing
+_LARGE_BYTES = 512  # a record of so many bytes saves more than its tag costs, by far
 _HERE = User("", "this peer", NEAR + "this peer")
 N = TypeVar("N", str, bool)
 
@@ -369,6 +370,11 @@ class Store:
 def answer_bytes(record: Record) -> int:
     """Upper bound on the bytes that a record takes in an answer."""
     return len(record.value) + len(record.suffix) + _ANSWER_OVERHEAD_BYTES
+
+
+def is_large(record: Record) -> bool:
+    """True for a record that is worth a tag."""
+    return answer_bytes(record) >= _LARGE_BYTES
 
 
 def _taking_turns(queues: Mapping[N, list[Record]]) -> list[Record]:

@@ -131,6 +131,25 @@ def test_a_large_record_that_the_asker_has_is_named_and_not_sent_again() -> None
     assert set(records) == {small, later}
 
 
+def test_a_tag_is_of_one_record_whatever_its_publisher_signs() -> None:
+    """Who signs chooses most of a signature: records of two keys that shared a tag would make honest holders liars."""
+    one, other = (replace(record(), value=bytes([n]) * 600, signature=b"s" * 64) for n in range(2))
+    assert one.signature == other.signature
+    assert one.tag != other.tag
+
+
+def test_a_tag_that_stands_under_another_key_is_no_record_of_this_one_and_no_lie() -> None:
+    keys = (KEY, Key.of("other"))
+    large = replace(record(), value=b"v" * 600, signature=b"").signed(ALICE)
+    reader = node(neighbours=1, client=True)
+    (ask,) = of_kind(reader.handle(1.0, q.Get(1, (KEY,), 1 << 16)), q.Ask)
+    reader.handle(1.0, q.Answered(ask.id, q.Found(((large,),), ())))
+    (ask,) = of_kind(reader.handle(1.0, q.Get(2, keys, 1 << 16)), q.Ask)
+    outputs = reader.handle(1.0, q.Answered(ask.id, q.Found(((), ()), (), None, ((large.tag,), (large.tag,)))))
+    assert of_kind(outputs, q.BlamePeer) == []
+    assert of_kind(outputs, q.GetDone)[0].records == {keys[0]: [large], keys[1]: []}
+
+
 def test_what_nobody_holds_any_more_is_not_read_from_memory() -> None:
     large = replace(record(), value=b"v" * 16_000, signature=b"").signed(ALICE)
     reader = node(neighbours=1, client=True)
@@ -156,7 +175,7 @@ def test_of_large_records_so_much_is_remembered() -> None:
     [
         q.Found(((replace(record(), value=b"forged"),),), ()),
         q.Found(((record(key=Key.of("another key")),),), ()),
-        q.Found(((),), (), None, ((b"not told",),)),
+        q.Found(((),), (), None, ((b"16 bytes, untold",),)),
         q.Found((), ()),
         q.Found(((), ()), ()),
         q.PongReply(None),
