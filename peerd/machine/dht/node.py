@@ -151,7 +151,8 @@ class Kademlia:
         """The keys that are asked for so often that we should have copies of what others hold under them."""
         if not (request.values and request.max_age_s):
             return []
-        lacking = (key for key, records in zip(request.keys, found.records, strict=False) if not records)
+        answered = enumerate(zip(request.keys, found.records, strict=False))
+        lacking = (key for index, (key, records) in answered if not records and not found.named_of(index))
         wished = []
         for key in lacking:
             useful_s = min(lifetime_s(self._work.bits_beyond(now, key)), request.max_age_s)

@@ -131,6 +131,18 @@ def test_a_large_record_that_the_asker_has_is_named_and_not_sent_again() -> None
     assert set(records) == {small, later}
 
 
+def test_a_holder_whose_records_all_readers_have_looks_for_no_copies() -> None:
+    large = replace(record(), value=b"v" * 16_000, signature=b"").signed(ALICE)
+    holder = node(neighbours=5)
+    holder.node.store.offer(EPOCH_S, large)
+    for asker in range(60, 70):
+        serve(holder, q.Find((KEY,), True, None, 1 << 16, 3600, (large.tag,)), asker)
+    assert holder.node.counts.copied == 0
+    for asker in range(60, 70):
+        serve(holder, q.Find((Key.of("elsewhere"),), True, None, 1 << 16, 3600), asker)
+    assert holder.node.counts.copied == 1
+
+
 def test_a_tag_is_of_one_record_whatever_its_publisher_signs() -> None:
     """Who signs chooses most of a signature: records of two keys that shared a tag would make honest holders liars."""
     one, other = (replace(record(), value=bytes([n]) * 600, signature=b"s" * 64) for n in range(2))
