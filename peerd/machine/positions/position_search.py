@@ -208,8 +208,9 @@ class PositionSearch:
         Where the step was made, whoever ordered it had compared all digests. Else half of the stage's known members,
         gone ones included, must have the same one: a member that was sent another sum may be the only one that is left.
         """
-        agreeing, ordered = agreeing_on(stage, target, self._roster.entries), self._course.commits
-        made = (ordered and target == self._course.target) or self.proven.is_made(target, self._roster.entries)
+        members, ordered = self._roster.entries, self._course.commits
+        made = (ordered and target == self._course.target) or self.proven.is_made(target, members)
+        agreeing = agreeing_on(stage, target, members, self.established, made=made)
         return agreeing if made or self.established.has_half(stage, agreeing) else set()
 
     def falls_back(self, now: float) -> bool:

@@ -215,7 +215,8 @@ class ProvenPositions:
 
     def is_made(self, position: Position, members: Mapping[str, RosterEntry]) -> bool:
         """True when the step to `position` was surely made, and not only prepared."""
-        if position in self._seen or position in self._kept:
+        own = members.get(self._own)
+        if position in self._seen or position in self._kept or (own is not None and own.has(position)):
             return True
         return self._is_backed(position, {post for post, m in members.items() if m.has(position) or position in m.seen})
 

@@ -8,7 +8,7 @@ Hostile input: any position, in hellos of any peer. A claim that does not count 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Container, Mapping, Set
 from dataclasses import dataclass
 
 from peerd.core.messages.swarm import Position
@@ -47,8 +47,10 @@ def best_position(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntr
     proven = {position for position in claimed if knowledge.proves(position)}
 
     def reaches(stage: int, position: Position) -> bool:
-        by = {post for post in claims[stage].get(position, ()) if members[post].has(position)}
-        by |= claims[stage].get(position, set()) & knowledge.may_step(stage, position)
+        claimed_by = claims[stage].get(position, set())
+        by = {post for post in claimed_by if members[post].has(position)}
+        if len(by) < len(claimed_by):
+            by |= claimed_by & knowledge.may_step(stage, position)
         return bool(by) and knowledge.holds(stage, position, by)
 
     common = {p for p in proven - {START} if all(reaches(stage, p) for stage in range(knowledge.stages))}
@@ -71,11 +73,17 @@ def unproven(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntry]) -
     return {position: found[position] for position in order if not knowledge.proves(position)}
 
 
-def agreeing_on(stage: int, target: Position, members: Mapping[str, RosterEntry]) -> set[str]:
-    """The members of a stage whose last mean led, or leads, to `target`, and has the majority's digest.
+def agreeing_on(
+    stage: int, target: Position, members: Mapping[str, RosterEntry], voters: Container[str], *, made: bool
+) -> set[str]:
+    """The members of a stage whose last mean led, or leads, to `target`, and has the digest of most of the `voters`.
 
-    A conductor that died may not have compared all digests: a member that was sent another sum must not step with it.
+    Where no voter has one, all vote. `made`: the step to it was surely made; else all votes must be for one digest, as
+    they are where a step is ordered: a member that was sent another sum must not step with it.
     """
     means = {p: m.digest for p, m in sorted(members.items()) if m.stage == stage and target in (m.position, m.prepared)}
-    most = Counter(means.values()).most_common(1)
-    return {peer for peer, digest in means.items() if digest == most[0][0]}
+    votes = Counter([digest for post, digest in means.items() if post in voters] or means.values())
+    if not votes or (not made and len(votes) > 1):
+        return set()
+    most = votes.most_common(1)[0][0]
+    return {post for post, digest in means.items() if digest == most}

@@ -64,12 +64,27 @@ def test_a_sum_that_few_of_its_stage_have_is_not_stepped_with_unless_the_step_wa
     alone = heard(*first, stage[0])
     assert alone.best() == OLD
     assert not any(order.commit for order in alone.moves(NOW) if order.peer == "c/1")
-    most = heard(*first, *stage)
+    assert heard(*first, *stage).best() == OLD, "nobody orders a step where sums differ"
+    most = heard(*first, *stage[1:])
     assert most.best() == NOW, "half of the stage have one sum"
     assert {order.peer for order in most.moves(NOW) if order.commit} == {"a/0", "b/0", "d/1", "e/1"}
+    assert heard(hello("a/0", NOW), stage[1]).best() == NOW, "the conductor's own peer made the step"
     made = heard(*(hello(post, NOW, seen=(NOW,)) for post in ("a/0", "b/0", "e/0")), stage[1])
     assert made.best() == NOW, "the step was made elsewhere: whoever ordered it had compared all sums"
     assert [order.peer for order in made.moves(NOW)] == ["d/1"]
+
+
+def test_strangers_do_not_outvote_the_sum_of_a_stages_members() -> None:
+    before = {"a/0": 0, "c/1": 1, "d/1": 1}
+    roster = Roster(2)
+    for post in ("c/1", "d/1"):
+        roster.enter(hello(post, OLD, stage=1, prepared=NOW, digest=b"sum"))
+    for number in range(4):
+        roster.enter(hello(f"x{number}/1", OLD, stage=1, prepared=NOW, digest=b"made up"))
+    roster.enter(hello("a/0", NOW))
+    made = PositionSearch(CONFIG, Origin(own="a/0", established=before, seen=[NOW]), roster, Course(), 0.0)
+    assert made.best() == NOW
+    assert [order.peer for order in made.moves(NOW)] == ["c/1", "d/1"]
 
 
 def test_a_stage_whose_peers_moved_away_goes_on_from_what_a_newcomer_has() -> None:
