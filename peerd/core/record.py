@@ -103,9 +103,7 @@ class Record:
 
     @property
     def tag(self) -> bytes:
-        """A short name of exactly this record, for a peer that has it already: a hash, for who signs it chooses much of
-        its bytes.
-        """
+        """A hash that identifies exactly this record. A publisher could choose part of its signature."""
         return hashlib.sha256(self.encode()).digest()[:RECORD_TAG_BYTES]
 
     def encode(self) -> bytes:

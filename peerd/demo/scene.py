@@ -49,7 +49,7 @@ class Scene:
 
     @property
     def work(self) -> tuple[int, int]:
-        """What the trainer has done, for whoever wants to know whether anything moves."""
+        """Microbatches counted and expert calls answered so far: while they grow, the demo makes progress."""
         return self.microbatches, self.answered
 
     def read(self, children: dict[str, Child], now_s: float) -> None:

@@ -34,7 +34,7 @@ class Newcomers:
         self._helped = BoundedDict[str, None](LEASHED_TRAINERS)  # trainers that helped to make a step, also those gone
         self._others: set[str] = set()  # of those here
         self._failures = BoundedDict[str, int](LEASHED_TRAINERS)  # of newcomers, however long ago: one may be slow
-        self._idle_since: float | None = None  # time at which the others were first seen idle; None: they are not idle
+        self._idle_since: float | None = None  # since this time the others have been idle; None: they are not
 
     @property
     def others(self) -> Set[str]:

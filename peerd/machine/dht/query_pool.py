@@ -30,11 +30,11 @@ _LARGE_KEYS: Final = 256
 
 
 class LargeRecords:
-    """Large records that readings found, by key: peers that are asked again need not send them again.
+    """Large records found by earlier reads, by key, so that peers need not send them again.
 
-    Whoever fills a key with large records, as anybody may, would else cost each of its readers their bytes with each
-    reading. No cache of answers: a record counts once a peer says that it holds it. At most DHT_LARGE_BYTES, of the
-    keys that were read last.
+    Otherwise a stranger that fills a key with large records costs its readers their bytes at every read. This is no
+    cache of answers: a record counts only when a peer says that it holds it. Keeps at most DHT_LARGE_BYTES, of the keys
+    read last.
     """
 
     def __init__(self) -> None:

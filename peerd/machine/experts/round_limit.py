@@ -1,9 +1,9 @@
-"""Time that a round of calls to experts may take, by how long such calls took lately. Sans-IO; seconds of the caller's.
+"""Time limit of a round of calls to experts, from the durations of recent calls. Sans-IO; times in seconds.
 
-The run file says the least. Machines and lines that are slow, or busy with other things, take longer: a round may take
-several times as long as calls take in the middle, and after a round in vain the next one may take twice as long.
-Hostile input: how long hosts took. The middle one counts, so that few that are slow stretch nothing; where most are
-silent, a round takes at most `_IN_VAIN_MOST` times what it would, and they rest meanwhile (`host_rests`).
+The run file sets the minimum. Slow or busy machines and lines need more: the limit is several times the median call,
+and doubles after a round that timed out without enough answers.
+Hostile input: the durations of calls. The median counts, so a few slow hosts do not raise the limit. If most hosts are
+silent, the limit grows to at most `_IN_VAIN_MOST` times its normal value.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Final
 
 from peerd.core.limits import RPC_DEADLINE_S
 
-_TIMES: Final = 4.0  # as long as calls take in the middle
-_AGAIN, _IN_VAIN_MOST = 2.0, 32.0  # times as long as in vain, up to so many times what it would be without that
+_TIMES: Final = 4.0  # the median call
+_AGAIN, _IN_VAIN_MOST = 2.0, 32.0  # times the limit that was too short; at most so many times the normal limit
 _REMEMBERED: Final = 32  # calls
 MOST_S: Final = RPC_DEADLINE_S  # no host works on a call for longer
 
 
 class RoundLimit:
-    """See the module's header. One object for all rounds of a caller: forwards and backwards take about as long."""
+    """See the module's header. One caller's forwards and backwards share one limit."""
 
     def __init__(self, least_s: float) -> None:
         self._least_s = least_s
         self._took: deque[float] = deque(maxlen=_REMEMBERED)
-        self._last_s = 0.0  # the middle one of the last round
+        self._last_s = 0.0  # the median of the last round
         self._in_vain_s = 0.0
 
     @property
     def seconds(self) -> float:
-        """Seconds that the next round may take."""
+        """The limit of the next round, in seconds."""
         usual_s = max(self._last_s, statistics.median(self._took) if self._took else 0.0)
         first_s = max(self._least_s, min(MOST_S, _TIMES * usual_s))
         again_s = min(_AGAIN * self._in_vain_s, _IN_VAIN_MOST * first_s, MOST_S)
@@ -40,11 +40,11 @@ class RoundLimit:
 
     @property
     def stretch(self) -> float:
-        """Ratio of that to what the run file says."""
+        """Ratio of the limit to the minimum in the run file."""
         return self.seconds / self._least_s
 
     def ended(self, limit_s: float, took: Sequence[float], *, in_vain: bool) -> None:
-        """A round is over that could take `limit_s`; answers `took` so long. `in_vain`: too few for lack of time."""
+        """A round with this limit has ended. `took`: seconds of each answer; `in_vain`: too few came in time."""
         self._took += took
         if in_vain:
             self._in_vain_s = max(self._in_vain_s, limit_s)

@@ -203,10 +203,10 @@ class PositionSearch:
         return orders
 
     def _may_step(self, stage: int, target: Position) -> set[str]:
-        """The members of a stage whose mean that leads to `target` counts: it has the digest of the others' means.
+        """The members of a stage whose prepared mean for `target` counts.
 
-        Where the step was made, whoever ordered it had compared all digests. Else half of the stage's known members,
-        gone ones included, must have the same one: a member that was sent another sum may be the only one that is left.
+        If the step was made, its conductor had compared all digests. If not, half of the stage's known members, dead
+        ones included, must have the same digest: the only survivor may be a member that was sent a wrong sum.
         """
         members, ordered = self._roster.entries, self._course.commits
         made = (ordered and target == self._course.target) or self.proven.is_made(target, members)

@@ -114,7 +114,7 @@ class ExpertClient:
         """
         self._check_asks(asks, 1)
         calls = [(ask.uid, ask.samples) for ask in asks]
-        grace_s = self._section.grace_s * self._limit.stretch  # where calls take longer, so does the last of them
+        grace_s = self._section.grace_s * self._limit.stretch  # grows with the limit
         rule = AnswerRule(calls, samples, self._section.k_min, grace_s)
         replies = await self._all(asks, rule, self._forward)
         shortage = rule.shortage()
@@ -168,9 +168,9 @@ class ExpertClient:
         return turn.replies
 
     def _end(self, turn: _Round, asks: Sequence[ExpertAsk], limit_s: float, *, timed_out: bool) -> None:
-        """Draw the conclusions from a round that is over.
+        """Adapt the limit after a round, and judge the hosts that did not answer.
 
-        Where nobody answered in time, the time was too short for all that is known: then nobody rests for it.
+        If nobody answered in time, the limit may have been too short: no host rests for that.
         """
         late = turn.rule.late() if trio.current_time() > turn.began else []
         few = turn.rule.shortage() is not None or not turn.took
@@ -336,8 +336,8 @@ class ExpertClient:
         return error
 
     def _overdue(self, ask: ExpertAsk, limit_s: float | None, *, rests: bool) -> None:
-        """A host has not answered in time: a failure when it had all the time there is (`limit_s`; None: less), or is
-        late again and again. `rests`: it is left alone for a while then.
+        """A host has not answered. This is a failure if the round lasted for its limit (`limit_s`; None: it ended
+        earlier), or if the host is late repeatedly. `rests`: after a failure the host is not asked for a while.
         """
         claim = self._directory.owner(ask.uid)
         host = PeerId.parse(ask.served.host) if ask.served is not None else claim.host if claim is not None else None

@@ -144,7 +144,7 @@ def test_a_holder_whose_records_all_readers_have_looks_for_no_copies() -> None:
 
 
 def test_a_tag_is_of_one_record_whatever_its_publisher_signs() -> None:
-    """Who signs chooses most of a signature: records of two keys that shared a tag would make honest holders liars."""
+    """A publisher can choose most of a signature. If two records shared a tag, honest holders would be blamed."""
     one, other = (replace(record(), value=bytes([n]) * 600, signature=b"s" * 64) for n in range(2))
     assert one.signature == other.signature
     assert one.tag != other.tag

@@ -70,7 +70,7 @@ def test_a_sum_that_few_of_its_stage_have_is_not_stepped_with_unless_the_step_wa
     assert {order.peer for order in most.moves(NOW) if order.commit} == {"a/0", "b/0", "d/1", "e/1"}
     assert heard(hello("a/0", NOW), stage[1]).best() == NOW, "the conductor's own peer made the step"
     made = heard(*(hello(post, NOW, seen=(NOW,)) for post in ("a/0", "b/0", "e/0")), stage[1])
-    assert made.best() == NOW, "the step was made elsewhere: whoever ordered it had compared all sums"
+    assert made.best() == NOW, "another stage made the step: its conductor had compared all digests"
     assert [order.peer for order in made.moves(NOW)] == ["d/1"]
 
 

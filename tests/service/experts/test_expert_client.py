@@ -156,7 +156,7 @@ async def later(host: ExpertPeer, delay_s: float, call: Incoming[Any]) -> Answer
 
 
 def test_experts_on_slow_machines_are_slow_and_not_lost() -> None:
-    """Whoever ends all calls after the same few seconds never makes a step where each takes longer."""
+    """With a fixed limit, no step is ever made if each call takes longer than that."""
 
     async def main(scene: ExpertWorld) -> None:
         host, caller = scene.peers
