@@ -10,7 +10,7 @@ the list, answers. A peer that claims a stage and does not serve it delays a mov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from typing import Final
@@ -67,23 +67,28 @@ class Placing:
         """
         await self._directory.announce_arrival(since, has)
         await trio.sleep(_TOGETHER_S)
-        need = await self._need()
-        stage, why = place(need, [*await self._arrivals(), Arrival(since, self._own.text, tuple(has))], self._own.text)
+        coming = await self._arrivals()  # first: if one of them comes to serve meanwhile, it is seen there
+        need = await self._need(coming)
+        stage, why = place(need, [*coming, Arrival(since, self._own.text, tuple(has))], self._own.text)
         await self._directory.announce_arrival(since, has, takes=stage)
         return stage, why
 
-    async def serves_now(self) -> None:
-        """Say that this peer serves now. A directory that fails is no error: what was said expires."""
+    async def serves_now(self, announced: Callable[[], Awaitable[None]]) -> None:
+        """Say that this peer is no longer on its way. A directory that fails is no error: what was said expires.
+
+        `announced`: waits until its records are there. Before that, others would see it neither here nor on its way.
+        """
         with trio.move_on_after(_DIRECTORY_S), suppress(RemoteError):
+            await announced()
             await self._directory.withdraw_arrival()
 
-    async def _need(self) -> Need:
+    async def _need(self, coming: Sequence[Arrival]) -> Need:
         stages = self._directory.stages
         listing = await self._following.list_members(self._run)
         if listing is not None:
             seats = [Seat(m.peer, m.stage) for m in listing.members if m.since]
             return Need(stages, seats, listing.held, listing.capacity)
-        announced, coming = await self._directory.refresh(), await self._arrivals()
+        announced = await self._directory.refresh()
         posts = await self._rivals.posts(_by_turns(announced, stages))
         came = {one.peer: one.since for one in coming}
         living = [
@@ -146,8 +151,8 @@ class Placing:
         """True when the evidence is for the move: see the module's header."""
         with trio.move_on_after(_DIRECTORY_S):
             try:
+                coming = await self._arrivals()  # first, as in `choose`
                 announced = await self._directory.refresh()
-                coming = await self._arrivals()
             except RemoteError:
                 return False
             serving = {peer for peer, stage in announced if stage == move.target and peer != self._own}

@@ -18,12 +18,13 @@ _ANNOUNCE_RARELY_S: Final = 20.0  # a third of a record's life
 
 
 async def announce_now_and_then(
-    ctx: RoleContext, services: RunServices, progress: Callable[[], StageProgress], stepped: Signal
+    ctx: RoleContext, services: RunServices, progress: Callable[[], StageProgress], stepped: Signal, told: trio.Event
 ) -> None:
-    """Announce until cancelled. `stepped`: set at each step."""
+    """Announce until cancelled. `stepped`: set at each step. Sets `told` once the directory has the record."""
     while True:
         try:
             await services.directory.announce(progress())
+            told.set()
             await services.publish_settings()
         except RemoteError as error:
             ctx.log.event("dht.announce_failed", level="warning", reason=str(error))

@@ -71,7 +71,6 @@ class StageMember:
             if self._own is None and self._run.experts is None:  # else trainers do not call it
                 nursery.start_soon(self._services.calling_in().run)
             if self._is_free:
-                await self._placing.serves_now()
                 nursery.start_soon(self._move)
             task_status.started()
 
@@ -138,6 +137,7 @@ class StageMember:
 
     async def _move(self) -> None:
         with self._moves:
+            await self._placing.serves_now(self.announced)
             await self._moving.run()
 
     @property
@@ -160,6 +160,11 @@ class StageMember:
     def posts(self) -> list[Post]:
         """The posts that this member holds, the first entered first."""
         return [held.post for held in self._held.values()]
+
+    async def announced(self) -> None:
+        """Wait until the directory has a record of each post."""
+        for post in self.posts:
+            await post.announced.wait()
 
     def _serving(self) -> list[int]:
         return [stage for stage, held in self._held.items() if held.begun]

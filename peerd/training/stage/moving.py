@@ -50,6 +50,10 @@ class Movable(Protocol):
         """The stage to serve, as a newcomer."""
         ...
 
+    async def announced(self) -> None:
+        """Wait until the directory has a record of each post."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Order:
@@ -95,7 +99,7 @@ class Relocating:
                 await self._member.exit(move.source)
                 await self._member.enter(move.target)
                 self._moved_at = trio.current_time()
-                await self._placing.serves_now()
+                await self._placing.serves_now(self._member.announced)
 
     # --- by order ---------------------------------------------------------------------------------------------
 
@@ -136,7 +140,7 @@ class Relocating:
             self._note("stage.moved", source, target, order.why)
         else:
             await self._give_up(order, problem, keeps)
-        await self._placing.serves_now()
+        await self._placing.serves_now(self._member.announced)
 
     async def _settle(self, target: int) -> str | None:
         """Enter `target` and get ready there; returns what was in the way."""

@@ -80,6 +80,7 @@ class Post:
         self._leaving = False
         self._waits_for: str | None = "the stage to be built"
         self._complete = False
+        self.announced = trio.Event()  # the directory has its record
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -123,7 +124,7 @@ class Post:
 
     def _start_all(self, nursery: trio.Nursery) -> None:
         announce = partial(announce_now_and_then, self._ctx, self._services, self._progress)
-        nursery.start_soon(announce, self.state.stepped)
+        nursery.start_soon(announce, self.state.stepped, self.announced)
         nursery.start_soon(self.state.run)
         nursery.start_soon(self.saving.run)
         nursery.start_soon(self.catching_up.run)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from peerd.core.errors import Overloaded
 from peerd.core.messages.progress import StageProgress
 from peerd.core.messages.swarm import PostsHeld, WhichPosts
+from peerd.machine.swarm.placement import Move
 from peerd.service.conductor.placing import Placing
 from peerd.service.conductor.rivals import POSTS
 from peerd.service.rpc.types import Answer, Incoming
@@ -104,4 +107,51 @@ async def test_a_role_that_begins_again_in_its_process_answers_again(tmp_path: P
                 assert await first._rivals.posts([other.id]) == {other.id: stages}
                 life.cancel_scope.cancel()
             assert await first._rivals.posts([other.id]) == {other.id: ()}, "it serves nothing between two lives"
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_peer_that_comes_to_serve_while_a_mover_looks_is_seen(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with World(1, swarm()).running() as world, trio.open_nursery() as nursery:
+        (_, first), (other, second) = await mates(world, nursery, tmp_path)
+        await trio.sleep(3.0)  # for the directory to know both
+        await second.goes(ELSEWHERE)
+        directory, looks = first._directory, list[str]()
+
+        async def between() -> None:
+            looks.append("look")
+            if len(looks) == 1:
+                await second._directory.announce(StageProgress(ELSEWHERE, 0.0, 0, 0, 0.0, "cpu", "", "", []))
+                await second.serves_now(trio.lowlevel.checkpoint)
+
+        async def refresh(read: Callable[[], Awaitable[object]] = directory.refresh) -> object:
+            found = await read()
+            await between()
+            return found
+
+        async def arrivals(wall: float, read: Callable[[float], Awaitable[object]] = directory.arrivals) -> object:
+            found = await read(wall)
+            await between()
+            return found
+
+        monkeypatch.setattr(directory, "refresh", refresh)
+        monkeypatch.setattr(directory, "arrivals", arrivals)
+        move = Move(HERE, ELSEWHERE, 5.0, (other.id.text,), frozenset({other.id.text}))
+        assert not await first._is_backed(move, 1)
+        assert len(looks) == 2
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_peer_is_on_its_way_until_its_record_is_there(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with World(1, swarm()).running() as world, trio.open_nursery() as nursery:
+        (_, first), (other, second) = await mates(world, nursery, tmp_path)
+        await second.goes(ELSEWHERE)
+        announced = trio.Event()
+        nursery.start_soon(second.serves_now, announced.wait)
+        await trio.sleep(3.0)
+        assert [one.peer for one in await first._arrivals()] == [other.id.text]
+        announced.set()
+        await trio.sleep(1.0)
+        assert await first._arrivals() == []
         nursery.cancel_scope.cancel()
