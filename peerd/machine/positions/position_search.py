@@ -10,7 +10,7 @@ comes back later is taken up again if a quorum is behind it. Decides only; roste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -19,7 +19,7 @@ from peerd.core.messages.swarm import Position
 from peerd.machine.positions.gathering import Gathering
 from peerd.machine.positions.phases import Course, Phase
 from peerd.machine.positions.proven_positions import Established, ProvenPositions
-from peerd.machine.positions.recovery import RecoveryKnowledge, agreeing_on, best_position, unproven
+from peerd.machine.positions.recovery import Choice, RecoveryKnowledge, agreeing_on, best_position, unproven
 from peerd.machine.swarm.events import ConductorConfig, Origin, SendMove
 from peerd.machine.swarm.posts import peer_of, short
 from peerd.machine.swarm.roster import START, Roster
@@ -56,7 +56,7 @@ class PositionSearch:
         self._lost_since = math.inf
         self._was_over = False  # the gathering wait, when it was last looked at
         self._follows_from: tuple[object, ...] = ()  # what the best position was found from
-        self._best: Position | None = None
+        self._best: Choice | None = None
         self._judged_from: tuple[object, ...] = ()
         self._judged = _Judged()
         self._forsaken = False
@@ -96,6 +96,10 @@ class PositionSearch:
 
     def best(self) -> Position | None:
         """The newest position that every stage can reach, as far as it is backed; None: there is none."""
+        choice = self._choice()
+        return choice.position if choice is not None else None
+
+    def _choice(self) -> Choice | None:
         announced = max(self.announced_step if self._believes_hearsay else 0, self.kept_step)
         state = self.known, self._course.commits, announced, self._forsaken, self._newest_kept, frozenset(self.barred)
         follows_from = self._roster.stands, self.proven.version, *state
@@ -113,7 +117,9 @@ class PositionSearch:
             lambda stage, position, by: (
                 (position == known and not self._cold) or self.proven.holds(stage, position, by, members)
             ),
-            self._may_step,
+            self._agreeing,
+            self._is_made,
+            self.established.has_half,
             announced,
             self._newest_kept,
             in_doubt=self.proven.knows_nothing(members),
@@ -194,7 +200,9 @@ class PositionSearch:
     def moves(self, target: Position) -> list[SendMove]:
         """The orders that bring members to `target`: commit a prepared step, or restore a checkpoint."""
         stages, members = range(self._config.stages), self._roster.entries
-        may_step = set[str]().union(*(self._may_step(stage, target) for stage in stages))
+        choice = self._choice()
+        few = choice is not None and choice.by_few and choice.position == target
+        may_step = set[str]().union(*(self._may_step(stage, target, by_few=few) for stage in stages))
         orders = list[SendMove]()
         for peer, member in sorted(members.items()):
             commit = target == member.prepared and peer in may_step
@@ -202,16 +210,26 @@ class PositionSearch:
                 orders.append(SendMove(peer, target, commit=commit))
         return orders
 
-    def _may_step(self, stage: int, target: Position) -> set[str]:
+    def _may_step(self, stage: int, target: Position, *, by_few: bool) -> Set[str]:
+        """The members of a stage that may step to `target` with what they have prepared.
+
+        `by_few`: also where they are less than half of it; see `best_position`.
+        """
+        agreeing = self._agreeing(stage, target)
+        return agreeing if by_few or self._is_made(target) or self.established.has_half(stage, agreeing) else set()
+
+    def _agreeing(self, stage: int, target: Position) -> Set[str]:
         """The members of a stage whose prepared mean for `target` counts.
 
-        If the step was made, its conductor had compared all digests. If not, half of the stage's known members, dead
-        ones included, must have the same digest: the only survivor may be a member that was sent a wrong sum.
+        If the step was made, its conductor had compared all digests; if not, they must be the same.
         """
-        members, ordered = self._roster.entries, self._course.commits
-        made = (ordered and target == self._course.target) or self.proven.is_made(target, members)
-        agreeing = agreeing_on(stage, target, members, self.established, made=made)
-        return agreeing if made or self.established.has_half(stage, agreeing) else set()
+        members = self._roster.entries
+        return agreeing_on(stage, target, members, self.established, made=self._is_made(target))
+
+    def _is_made(self, target: Position) -> bool:
+        """True when the step to `target` was surely made, or ordered here."""
+        ordered = self._course.commits and target == self._course.target
+        return ordered or self.proven.is_made(target, self._roster.entries)
 
     def falls_back(self, now: float) -> bool:
         """True when a stage has long been without the current position, and there is an older one to go on from."""

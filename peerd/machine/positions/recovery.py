@@ -1,7 +1,8 @@
 """Choice of the position a swarm goes on from: the newest that every stage can reach, and that is proven.
 
 A member can reach what it holds, has prepared or has saved. Any peer can claim any position, ahead of the swarm's or
-behind it, in a lineage of its own making. So only proven positions count (`ProvenPositions`).
+behind it, in a lineage of its own making. So only proven positions count (`ProvenPositions`). Where a step was
+prepared, and perhaps not made, the state that few of a stage report counts only if doubting it costs more than a step.
 Hostile input: any position, in hellos of any peer. A claim that does not count makes its member one that is not ready.
 """
 
@@ -24,15 +25,27 @@ class RecoveryKnowledge:
     proves: Callable[[Position], bool]
     holds: Callable[[int, Position, Set[str]], bool]  # do these members of a stage surely hold a proven state?
     may_step: Callable[[int, Position], Set[str]]  # the members of a stage whose prepared mean counts
+    is_made: Callable[[Position], bool]  # was the step there surely made, and not only prepared?
+    has_half: Callable[[int, Set[str]], bool]  # are these half of the known members of a stage?
     announced: int  # the newest step believed of a peer out of reach, or of kept checkpoints
     kept: int = 0  # the newest proven step of which a keeper within reach keeps all states
     in_doubt: bool = False  # the conductor has no evidence of its own: claims that it cannot judge are waited for
     forsaken: bool = False  # what is missing was waited for long enough: the start will do
 
 
-def best_position(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntry]) -> Position | None:
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A position to go on from. `by_few`: a stage reaches it by the word of less than half of its known members."""
+
+    position: Position
+    by_few: bool = False
+
+
+def best_position(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntry]) -> Choice | None:
     """Returns the newest position that every stage can reach, or None if there is no such position.
 
+    A step that was perhaps not made counts by the word of half of each stage's known members, dead ones included: the
+    only survivor may be a liar, or was sent a wrong sum. Where that would cost more than this step, few suffice.
     Every peer can make the parameters of step 0 again. But going back to them from a step that some peer may have saved
     (`first_save` or later) would throw away work that returns with that peer; so it is done only when that is forsaken.
     Likewise for going back behind what a keeper has.
@@ -45,22 +58,42 @@ def best_position(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntr
         holders[member.position] += 1
     claimed = set[Position]().union(*claims)
     proven = {position for position in claimed if knowledge.proves(position)}
-
-    def reaches(stage: int, position: Position) -> bool:
-        claimed_by = claims[stage].get(position, set())
-        by = {post for post in claimed_by if members[post].has(position)}
-        if len(by) < len(claimed_by):
-            by |= claimed_by & knowledge.may_step(stage, position)
-        return bool(by) and knowledge.holds(stage, position, by)
-
-    common = {p for p in proven - {START} if all(reaches(stage, p) for stage in range(knowledge.stages))}
+    found: list[Choice] = []
+    for position in proven - {START}:
+        by = [_reached_by(knowledge, members, stage, position, of.get(position)) for stage, of in enumerate(claims)]
+        if all(by):
+            sure = knowledge.is_made(position) or all(map(knowledge.has_half, range(knowledge.stages), by))
+            found.append(Choice(position, by_few=not sure))
     newest = max((p.step for p in (claimed if knowledge.in_doubt else proven)), default=0)
     if all(claims) and (knowledge.forsaken or max(newest, knowledge.announced) < knowledge.first_save):
-        common.add(START)
-    best = max(common, key=lambda p: (p.step, holders[p], p.lineage), default=None)
-    if best is not None and best.step < knowledge.kept and not knowledge.forsaken:
+        found.append(Choice(START))
+
+    def rank(choice: Choice) -> tuple[int, int, bytes]:
+        position = choice.position
+        return position.step, holders[position], position.lineage
+
+    best = max(found, key=rank, default=None)
+    sure_ones = [c for c in found if not c.by_few and best is not None and c.position.step >= best.position.step - 1]
+    best = max(sure_ones, key=rank, default=best)
+    if best is not None and best.position.step < knowledge.kept and not knowledge.forsaken:
         return None  # members fetch what is kept, and go on from there
     return best
+
+
+def _reached_by(
+    knowledge: RecoveryKnowledge,
+    members: Mapping[str, RosterEntry],
+    stage: int,
+    position: Position,
+    claimed_by: Set[str] | None,
+) -> Set[str]:
+    """The members of a stage that reach `position`, as far as their word counts; empty where it does not."""
+    if not claimed_by:
+        return set()
+    by = {post for post in claimed_by if members[post].has(position)}
+    if len(by) < len(claimed_by):
+        by |= claimed_by & knowledge.may_step(stage, position)
+    return by if by and knowledge.holds(stage, position, by) else set()
 
 
 def unproven(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntry]) -> dict[Position, list[str]]:

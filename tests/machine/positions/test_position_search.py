@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -72,6 +73,41 @@ def test_a_sum_that_few_of_its_stage_have_is_not_stepped_with_unless_the_step_wa
     made = heard(*(hello(post, NOW, seen=(NOW,)) for post in ("a/0", "b/0", "e/0")), stage[1])
     assert made.best() == NOW, "another stage made the step: its conductor had compared all digests"
     assert [order.peer for order in made.moves(NOW)] == ["d/1"]
+
+
+def test_a_sum_that_few_have_is_stepped_with_where_going_back_costs_more_than_a_step() -> None:
+    """The conductor and another one die with their step's order, and only the other stage's peer has stepped."""
+    before = {"a/0": 0, "c/0": 0, "x/0": 0, "e/1": 1}
+    long_ago = Position(1, b"long ago")
+
+    def left(saved: Position) -> PositionSearch:
+        roster = Roster(2)
+        roster.enter(hello("a/0", OLD, prepared=NOW, digest=b"sum", saved=(long_ago,)))
+        roster.enter(hello("e/1", NOW, stage=1, digest=b"other stage's", saved=(saved,)))
+        seen = [long_ago, OLD]
+        return PositionSearch(CONFIG, Origin(own="a/0", established=before, seen=seen), roster, Course(), 0.0)
+
+    made = left(saved=long_ago)
+    assert made.best() == NOW
+    assert made.moves(NOW) == [SendMove("a/0", NOW, commit=True)]
+    assert left(saved=OLD).best() == OLD, "it costs one step"
+
+
+def test_a_member_that_says_it_has_stepped_vouches_for_no_stage_of_which_half_is_away() -> None:
+    before = {"a/0": 0, "b/0": 0} | dict.fromkeys(("c/1", "d/1", "e/1", "f/1"), 1)
+
+    def heard(*others: MemberHello) -> PositionSearch:
+        roster = Roster(2)
+        for one in others:
+            roster.enter(one)
+        return PositionSearch(CONFIG, Origin(own="a/0", established=before, seen=[OLD]), roster, Course(), 0.0)
+
+    first = [hello(post, OLD, prepared=NOW, digest=b"0") for post in ("a/0", "b/0")]
+    liar = hello("c/1", NOW, stage=1, digest=b"poisoned", saved=(OLD,))
+    late = [hello(post, OLD, stage=1, prepared=NOW, digest=b"sum") for post in ("d/1", "e/1")]
+    assert heard(*first, liar).best() == OLD, "nobody bears it out"
+    assert heard(*first, liar, late[0]).best() == OLD, "the other one has another sum"
+    assert heard(*first, replace(liar, digest=b"sum"), late[0]).best() == NOW, "half of the stage say the same"
 
 
 def test_strangers_do_not_outvote_the_sum_of_a_stages_members() -> None:
