@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from heapq import nlargest
 
 from peerd.core.ids import Key, PeerId
 from peerd.core.limits import (
@@ -98,8 +98,7 @@ class Dispatch:
                 by_key.setdefault(search.key, []).append((task, search))
             for keys in _chunks(tuple(by_key), DHT_KEYS_PER_CALL):
                 parts = [part for key in keys for part in by_key[key]]
-                has = tuple(islice(dict.fromkeys(tag for _, s in parts for tag in s.has), DHT_TAGS_PER_CALL))
-                find = q.Find(keys, values, self._greeting(now, contact, hello), most_bytes, max_age_s, has)
+                find = q.Find(keys, values, self._greeting(now, contact, hello), most_bytes, max_age_s, _named(parts))
                 yield self._ask(now, contact, find, searches=parts)
         for contact, placed in placements.items():
             for batch in _batches(placed):
@@ -179,6 +178,12 @@ class Dispatch:
         known = self._neighbours.table.contact(contact.peer) or contact  # the table's addresses are first-hand
         self._flights[self._last_id] = RequestInFlight(known, request, searches, placements, now)
         return q.Ask(self._last_id, known, request)
+
+
+def _named(parts: Iterable[tuple[Task, Search]]) -> tuple[bytes, ...]:
+    """Tags of the records that the askers have: where there are too many, of the largest, which cost the most."""
+    has = {tag: answer_bytes(record) for _, search in parts for tag, record in search.has.items()}
+    return tuple(nlargest(DHT_TAGS_PER_CALL, has, key=has.__getitem__))
 
 
 def _acceptable(wall: float, records: Sequence[Record]) -> list[Record]:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import pytest
 
 from peerd.core.ids import Key, PeerId
-from peerd.core.limits import DHT_CONTACTS_PER_REPLY, DHT_KEYS_PER_CALL, DHT_LARGE_BYTES
+from peerd.core.limits import DHT_CONTACTS_PER_REPLY, DHT_KEYS_PER_CALL, DHT_LARGE_BYTES, DHT_TAGS_PER_CALL
 from peerd.core.record import Record, Verifier
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.node import Kademlia
@@ -129,6 +129,20 @@ def test_a_large_record_that_the_asker_has_is_named_and_not_sent_again() -> None
     found, records = read()
     assert (set(found.records[0]), found.named) == ({small, later}, ())
     assert set(records) == {small, later}
+
+
+def test_of_too_many_records_that_a_reader_has_the_largest_are_named() -> None:
+    """Else records of half a kibibyte, which strangers put under the first key, would leave later keys without."""
+    first, second = KEY, Key.of("other")
+    many = [replace(record(signer(n)), value=b"v" * 600, signature=b"").signed(signer(n)) for n in range(300)]
+    large = replace(record(key=second), value=b"v" * 16_000, signature=b"").signed(ALICE)
+    reader = node(neighbours=1, client=True)
+    reader._work._large.keep(first, many)
+    reader._work._large.keep(second, [large])
+    (ask,) = of_kind(reader.handle(1.0, q.Get(1, (first, second), 1 << 16)), q.Ask)
+    assert isinstance(ask.request, q.Find)
+    assert len(ask.request.has) == DHT_TAGS_PER_CALL
+    assert large.tag in ask.request.has
 
 
 def test_a_holder_whose_records_all_readers_have_looks_for_no_copies() -> None:
