@@ -134,6 +134,12 @@ class CatchingUp:
             return self._awaited
         return f"{self._awaited}; {count} {'attempt' if count == 1 else 'attempts'} failed, the last one: {reason}"
 
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of states and totals that came so far: of states, by the newest download alone."""
+        report = self._snapshots.report
+        return self._total_bytes + (report.received if report is not None else 0)
+
     # --- giving -------------------------------------------------------------------------------------------------
 
     def offer(self, stage: int) -> None:

@@ -27,7 +27,8 @@ from peerd.service.run_services import RunServices
 from peerd.signals import Signal
 from peerd.training.stage.post import Post
 
-_READY_WITHIN_S: Final = 600.0  # for the new stage's state; the conductor waits somewhat longer
+_SILENT_S: Final = 600.0  # in which nothing of the new stage's state comes: a state takes as long as its bytes do
+_LOOK_S: Final = 5.0  # between looks at what has come
 _LAST_STEP_S: Final = 120.0  # for the step under way to end, once the new post serves
 
 
@@ -145,14 +146,18 @@ class Relocating:
     async def _settle(self, target: int) -> str | None:
         """Enter `target` and get ready there; returns what was in the way."""
         try:
-            with trio.move_on_after(_READY_WITHIN_S):
-                await self._member.enter(target)
-                while not self._is_ready(target):
-                    await self._following.told.wait()
-                return None
+            post = await self._member.enter(target)
         except PeerdError as error:
             return str(error)
-        return f"its state did not come within {_READY_WITHIN_S:.0f} s"
+        progress, since = post.progress, trio.current_time()
+        while not self._is_ready(target):
+            with trio.move_on_after(_LOOK_S):
+                await self._following.told.wait()
+            if progress != post.progress:
+                progress, since = post.progress, trio.current_time()
+            elif trio.current_time() - since >= _SILENT_S:
+                return f"nothing of its state came for {_SILENT_S:.0f} s"
+        return None
 
     async def _leave(self, source: int) -> bool:
         """Leave the old post, once the step under way has ended; False: its stage cannot spare it any longer."""
