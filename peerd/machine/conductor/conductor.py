@@ -262,6 +262,8 @@ class Conductor:
         self.batches.told(now, (peer, hello.stage, hello.session), due, early)
         if self.phase is Phase.GATHERING:
             self.search.heard(now, peer)
+        elif hello.position == self.current:
+            self.search.stands(peer)
         elif self.search.is_ahead(peer):
             self._gather_anew(now, "members are further than the conductor knew")
         self._versions.change_all()
@@ -271,8 +273,12 @@ class Conductor:
             return
         self.course.moving.discard(peer)
         if position is None or position != self.course.target:
+            if not self.course.commits:
+                self.search.failed_moves.failed(now, peer)
             self._step.lose(now, peer)
             return
+        self.search.failed_moves.arrived(peer)
+        self.search.came(peer, position)
         entry = self.roster.entries[peer]
         if self.course.commits:
             self._step.moved(now, peer)
@@ -351,6 +357,9 @@ class Conductor:
         """End of a move: every member that could has reached the target."""
         target, stepped = self.course.target, self.course.commits
         assert target is not None
+        if not stepped and self.roster.lagging_stages(target):
+            self._gather_anew(now, f"not all stages got to step {target.step}: looking for a common position again")
+            return
         done = self.batches.due.credit()
         if target != self.current:
             self.batches.step_made(target.step - 1)

@@ -45,6 +45,7 @@ class Course:
         self.current: Position | None = None  # that all members had last; None: this conductor does not know yet
         self.target: Position | None = None  # where a close or a move leads
         self.commits = False  # True while the move is a step
+        self.ordered: Position | None = None  # where the last step of this conductor led
         self.moving: set[str] = set()  # members that have not yet arrived
         self.steps_made = 0  # in this conductor's reign
 
@@ -69,6 +70,7 @@ class Course:
     def move(self, target: Position, movers: Iterable[str], *, commits: bool) -> None:
         """These members go to `target`; `commits`: by the step that was closed."""
         self.target, self.moving, self.commits = target, set(movers), commits
+        self.ordered = target if commits else self.ordered
         self._enter(Phase.MOVING)
 
     def arrive(self, total_steps: int) -> None:

@@ -13,16 +13,28 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Final
 
+from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import KEPT_SETS
-from peerd.core.messages.swarm import Position
+from peerd.core.messages.swarm import MAX_MEMBERS, Position
+from peerd.machine.positions.failed_moves import FailedMoves
 from peerd.machine.positions.gathering import Gathering
 from peerd.machine.positions.phases import Course, Phase
 from peerd.machine.positions.proven_positions import Established, ProvenPositions
-from peerd.machine.positions.recovery import Choice, RecoveryKnowledge, agreeing_on, best_position, unproven
+from peerd.machine.positions.recovery import (
+    Choice,
+    RecoveryKnowledge,
+    agreeing_on,
+    best_position,
+    means_by_target,
+    unproven,
+)
 from peerd.machine.swarm.events import ConductorConfig, Origin, SendMove
 from peerd.machine.swarm.posts import peer_of, short
 from peerd.machine.swarm.roster import START, Roster
+
+_FEW_MOST: Final = 8  # times that members are gathered anew for it: a liar may claim a position, and take it back
 
 
 @dataclass(slots=True)
@@ -30,6 +42,8 @@ class _Judged:
     """Judgements on positions, which hold until members move or the evidence changes: each costs a look at many."""
 
     proven: dict[Position, bool] = field(default_factory=dict)
+    made: dict[Position, bool] = field(default_factory=dict)
+    means: dict[tuple[int, Position], dict[str, bytes]] | None = None
     newest: dict[str, int] = field(default_factory=dict)  # step of each member
     wanted: list[Position] | None = None
     unproven: dict[Position, list[str]] | None = None
@@ -44,10 +58,11 @@ class PositionSearch:
         self._roster, self._course = roster, course
         self._gathering = Gathering(config, now)
         self._believes_hearsay = True
-        self._cold = origin.cold
         self._kept_known = not origin.cold  # after a restart, once it was looked which keepers are within reach
         self._broken_since: float | None = None  # since then a stage has no member with the current state
         self.established = Established(origin.own, origin.established)
+        self.failed_moves = FailedMoves()
+        self._came = BoundedDict[str, Position](MAX_MEMBERS)  # members that came to a position under this conductor
         self.proven = ProvenPositions(origin.own, self.established, origin.seen, origin.trusted, origin.signers)
         self.announced_step = 0  # newest step reported of a peer out of reach: counts for a while
         self.kept_step = 0  # newest step that a reachable peer keeps
@@ -55,6 +70,8 @@ class PositionSearch:
         self.lost = False  # True: every stage has members, and there is no common position to go on from
         self._lost_since = math.inf
         self._was_over = False  # the gathering wait, when it was last looked at
+        self._few_left = _FEW_MOST
+        self._few_since = math.inf  # since then a step that few bear out is the only one to go on from
         self._follows_from: tuple[object, ...] = ()  # what the best position was found from
         self._best: Choice | None = None
         self._judged_from: tuple[object, ...] = ()
@@ -79,18 +96,18 @@ class PositionSearch:
 
     def begin(self, now: float) -> None:
         """Members are gathered once more."""
-        self._broken_since, self._was_over = None, False
+        self._broken_since, self._was_over, self._few_since = None, False, math.inf
         self._gathering.begin(now)
 
     def arrived(self, position: Position) -> None:
         """All members have this position: no stage lacks it."""
         self.proven.see(position)
-        self._cold = False
         self._broken_since, self._forsaken, self._lacking = None, False, []
 
     def look(self, now: float) -> None:
         """Time passed: hearsay expires."""
         self._believes_hearsay = self._gathering.believes_hearsay(now)
+        self.failed_moves.look(now)
 
     # --- what follows -----------------------------------------------------------------------------------------
 
@@ -102,29 +119,46 @@ class PositionSearch:
     def _choice(self) -> Choice | None:
         announced = max(self.announced_step if self._believes_hearsay else 0, self.kept_step)
         state = self.known, self._course.commits, announced, self._forsaken, self._newest_kept, frozenset(self.barred)
-        follows_from = self._roster.stands, self.proven.version, *state
+        follows_from = self._roster.stands, self.proven.version, self.failed_moves.version, *state
         if follows_from != self._follows_from:  # it is asked for with each report while members are gathered
             self._follows_from = follows_from
             self._best = best_position(self._knowledge(announced), self._roster.entries)
         return self._best
 
     def _knowledge(self, announced: int = 0) -> RecoveryKnowledge:
-        known, members = self.known, self._roster.entries
         return RecoveryKnowledge(
             self._config.stages,
             self._config.first_save,
             self.proves,
-            lambda stage, position, by: (
-                (position == known and not self._cold) or self.proven.holds(stage, position, by, members)
-            ),
+            self._holds,
             self._agreeing,
             self._is_made,
             self.established.has_half,
+            self.established.__contains__,
             announced,
             self._newest_kept,
-            in_doubt=self.proven.knows_nothing(members),
+            in_doubt=self.proven.knows_nothing(self._roster.entries),
+            doubted=self.failed_moves.doubted,
             forsaken=self._forsaken,
         )
+
+    def came(self, post: str, position: Position) -> None:
+        """A member has come to this position under this conductor: by its order, or while others could give it."""
+        self._came[post] = position
+
+    def stands(self, post: str) -> None:
+        """A member stands at the current position. Beside one that was part of the run before, it is believed."""
+        entry, current = self._roster.entries[post], self._course.current
+        if current is None or entry.position != current or self._came.get(post) == current:
+            return
+        if post in self.established or self._roster.any_at(entry.stage, current, self.established.__contains__):
+            self.came(post, current)
+
+    def _holds(self, stage: int, position: Position, by: Set[str]) -> bool:
+        """True when the claims of these members of a stage to have the state of a proven position count."""
+        if any(self._came.get(post) == position for post in by):
+            return True
+        return self.proven.holds(stage, position, by, self._roster.entries)
 
     @property
     def _newest_kept(self) -> int:
@@ -189,8 +223,21 @@ class PositionSearch:
     def is_over(self, now: float) -> bool:
         """True when the gathering wait is over."""
         over = self._gathering.over(now, self._roster.entries)
-        self._was_over = over and (self._kept_known or now >= self._gathering.latest)
+        over = over and (self._kept_known or now >= self._gathering.latest)
+        self._was_over = over and not self._waits_for_half(now)
         return self._was_over
+
+    def _waits_for_half(self, now: float) -> bool:
+        """True while few bear out the only step to go on from: the others may only be cut off, and have another sum."""
+        choice = self._choice()
+        if choice is None or not choice.by_few:
+            had_few, self._few_since = self._few_since < math.inf, math.inf
+            if had_few and self._few_left:  # a member came that may be the first of several
+                self._few_left -= 1
+                self._gathering.begin(now)
+            return had_few
+        self._few_since = min(self._few_since, now)
+        return now - self._few_since < self._config.hearsay_s
 
     def decide(self, now: float) -> Position | None:
         """The position to go on from, at the end of gathering; None: there is none, or members are gathered anew."""
@@ -221,19 +268,27 @@ class PositionSearch:
     def _agreeing(self, stage: int, target: Position) -> Set[str]:
         """The members of a stage whose prepared mean for `target` counts.
 
-        If the step was made, its conductor had compared all digests; if not, they must be the same.
+        If the step was made, its conductor had compared all digests, and that of most is right. If not, it is right
+        where more than half of the stage have it.
         """
-        members = self._roster.entries
-        return agreeing_on(stage, target, members, self.established, made=self._is_made(target))
+        judged = self._judgements()
+        if judged.means is None:
+            judged.means = means_by_target(self._roster.entries)
+        means = judged.means.get((stage, target), {})
+        return agreeing_on(
+            means, self.established, lambda by: self._is_made(target) or self.established.has_most(stage, by)
+        )
 
     def _is_made(self, target: Position) -> bool:
         """True when the step to `target` was surely made, or ordered here."""
-        ordered = self._course.commits and target == self._course.target
-        return ordered or self.proven.is_made(target, self._roster.entries)
+        found = self._judgements().made
+        if target not in found:
+            found[target] = self.proven.is_made(target, self._roster.entries)
+        return found[target] or target == self._course.ordered
 
     def falls_back(self, now: float) -> bool:
         """True when a stage has long been without the current position, and there is an older one to go on from."""
-        if not (lagging := self._roster.lagging_stages(self._course.current)):
+        if not (lagging := self._lagging()):
             self._broken_since = None
             return False
         self._lacking = lagging
@@ -242,6 +297,22 @@ class PositionSearch:
         else:
             return self._is_broken(now) and self.best() is not None
         return False
+
+    def _lagging(self) -> list[int]:
+        """Stages of which no member stands at the current position whose word counts."""
+        current = self._course.current
+        lagging = self._roster.lagging_stages(current)
+        if current in (None, START) or current in self.proven.announced:
+            return lagging
+        return [stage for stage in self._roster.stages if stage in lagging or not self._stands(stage, current)]
+
+    def _stands(self, stage: int, current: Position) -> bool:
+        """True when a member stands there that was part of the run, came there under this conductor, or is trusted."""
+
+        def counts(post: str) -> bool:
+            return post in self.established or self._came.get(post) == current or self.proven.trusts(post)
+
+        return not self.established.knows_of(stage) or self._roster.any_at(stage, current, counts)
 
     def look_lost(self, now: float) -> bool:
         """Recompute `lost`, that no common position is left; True when it has changed."""
@@ -331,6 +402,8 @@ class PositionSearch:
         due = math.inf
         if self._course.phase is Phase.GATHERING and self._gathering.due > now:
             due = self._gathering.due
+        if self._course.phase is Phase.GATHERING and (few := self._few_since + self._config.hearsay_s) > now:
+            due = min(due, few)
         if self._broken_since is not None and (decided := self._broken_since + self._config.broken_s) > now:
             due = min(due, decided)
         if self.lost:
@@ -339,6 +412,10 @@ class PositionSearch:
 
     def problem(self) -> str:
         """The reason that the gathered members do not go on yet."""
+        if not self._was_over and self._few_since < math.inf and (best := self.best()) is not None:
+            patience_s = self._config.hearsay_s
+            few = f"less than half of a stage's members bear out step {best.step}"
+            return f"{few}: the others are waited for, {patience_s:.0f} s at most, and then it goes on from there"
         if not self._was_over or self.best() is not None:
             return "the conductor gathers the members"
         doubted = self.unproven()

@@ -95,13 +95,18 @@ class Established:
         newcomers do not vouch for what they had; where none are known, they do.
         """
         known = self._of.get(stage, {}).keys()
-        present = known & set(members)
+        present = {post for post in known if post in members}
         return 3 * len(claims & present) > len(present) if present else not known - self._moved_away(members)
 
     def has_half(self, stage: int, posts: Set[str]) -> bool:
         """True when `posts` are at least half of the known members of a stage; also where none are known."""
         known = self._of.get(stage, {}).keys()
         return 2 * len(known & posts) >= len(known)
+
+    def has_most(self, stage: int, posts: Set[str]) -> bool:
+        """True when `posts` are more than half of the known members of a stage."""
+        known = self._of.get(stage, {}).keys()
+        return 2 * len(known & posts) > len(known)
 
     def _moved_away(self, members: Collection[str]) -> set[str]:
         """The posts that are not among the members any more while their peers are, with other posts."""
@@ -196,13 +201,20 @@ class ProvenPositions:
         own = members.get(self._own)
         return not (self._seen or self.established.peers or (own is not None and own.is_anywhere))
 
+    def trusts(self, post: str) -> bool:
+        """True for the conductor's own post, and those of peers whose word the user takes."""
+        return post == self._own or peer_of(post) in self._trusted
+
     def holds(self, stage: int, position: Position, claims: Set[str], members: Mapping[str, RosterEntry]) -> bool:
         """True when the `claims`, by members of a stage, to hold the state of a proven position count.
 
         What keepers keep, any member may have fetched: it is believed for positions that are proven otherwise.
         """
-        own = self._own in claims or not self._trusted.isdisjoint(map(peer_of, claims))
-        return own or position in self.announced or self.established.vouch(stage, claims, members.keys())
+        return (
+            any(map(self.trusts, claims))
+            or position in self.announced
+            or self.established.vouch(stage, claims, members.keys())
+        )
 
     def proves(self, position: Position, roster: Roster) -> bool:
         """True when the swarm may go on from `position`."""

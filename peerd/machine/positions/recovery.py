@@ -9,7 +9,7 @@ Hostile input: any position, in hellos of any peer. A claim that does not count 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Set
+from collections.abc import Callable, Collection, Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from peerd.core.messages.swarm import Position
@@ -27,9 +27,11 @@ class RecoveryKnowledge:
     may_step: Callable[[int, Position], Set[str]]  # the members of a stage whose prepared mean counts
     is_made: Callable[[Position], bool]  # was the step there surely made, and not only prepared?
     has_half: Callable[[int, Set[str]], bool]  # are these half of the known members of a stage?
+    knows: Callable[[str], bool]  # was this member part of the run before?
     announced: int  # the newest step believed of a peer out of reach, or of kept checkpoints
     kept: int = 0  # the newest proven step of which a keeper within reach keeps all states
     in_doubt: bool = False  # the conductor has no evidence of its own: claims that it cannot judge are waited for
+    doubted: Collection[str] = ()  # members whose word on where they could go does not count
     forsaken: bool = False  # what is missing was waited for long enough: the start will do
 
 
@@ -45,7 +47,8 @@ def best_position(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntr
     """Returns the newest position that every stage can reach, or None if there is no such position.
 
     A step that was perhaps not made counts by the word of half of each stage's known members, dead ones included: the
-    only survivor may be a liar, or was sent a wrong sum. Where that would cost more than this step, few suffice.
+    only survivor may be a liar, or was sent a wrong sum. Where that would cost more than this step, few suffice if one
+    that was part of the run has stepped.
     Every peer can make the parameters of step 0 again. But going back to them from a step that some peer may have saved
     (`first_save` or later) would throw away work that returns with that peer; so it is done only when that is forsaken.
     Likewise for going back behind what a keeper has.
@@ -53,47 +56,49 @@ def best_position(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntr
     claims: list[dict[Position, set[str]]] = [{} for _ in range(knowledge.stages)]
     holders = Counter[Position]()
     for post, member in members.items():
-        for position in member.reach:
+        for position in [member.position] if post in knowledge.doubted else member.reach:
             claims[member.stage].setdefault(position, set()).add(post)
         holders[member.position] += 1
     claimed = set[Position]().union(*claims)
     proven = {position for position in claimed if knowledge.proves(position)}
-    found: list[Choice] = []
-    for position in proven - {START}:
-        by = [_reached_by(knowledge, members, stage, position, of.get(position)) for stage, of in enumerate(claims)]
-        if all(by):
-            sure = knowledge.is_made(position) or all(map(knowledge.has_half, range(knowledge.stages), by))
-            found.append(Choice(position, by_few=not sure))
     newest = max((p.step for p in (claimed if knowledge.in_doubt else proven)), default=0)
-    if all(claims) and (knowledge.forsaken or max(newest, knowledge.announced) < knowledge.first_save):
-        found.append(Choice(START))
-
-    def rank(choice: Choice) -> tuple[int, int, bytes]:
-        position = choice.position
-        return position.step, holders[position], position.lineage
-
-    best = max(found, key=rank, default=None)
-    sure_ones = [c for c in found if not c.by_few and best is not None and c.position.step >= best.position.step - 1]
-    best = max(sure_ones, key=rank, default=best)
-    if best is not None and best.position.step < knowledge.kept and not knowledge.forsaken:
-        return None  # members fetch what is kept, and go on from there
+    may_begin = all(claims) and (knowledge.forsaken or max(newest, knowledge.announced) < knowledge.first_save)
+    best: Choice | None = None  # by few
+    for position in sorted(proven | {START}, key=lambda p: (p.step, holders[p], p.lineage), reverse=True):
+        if best is not None and position.step < best.position.step - 1:
+            break  # it would cost more than a step
+        if position == START:
+            choice = Choice(START) if may_begin else None
+        else:
+            choice = _choice(knowledge, members, position, claims)
+        if choice is not None and best is None and position.step < knowledge.kept and not knowledge.forsaken:
+            return None  # members fetch what is kept, and go on from there
+        if choice is not None and not choice.by_few:
+            return choice
+        best = best or choice
     return best
 
 
-def _reached_by(
+def _choice(
     knowledge: RecoveryKnowledge,
     members: Mapping[str, RosterEntry],
-    stage: int,
     position: Position,
-    claimed_by: Set[str] | None,
-) -> Set[str]:
-    """The members of a stage that reach `position`, as far as their word counts; empty where it does not."""
-    if not claimed_by:
-        return set()
-    by = {post for post in claimed_by if members[post].has(position)}
-    if len(by) < len(claimed_by):
-        by |= claimed_by & knowledge.may_step(stage, position)
-    return by if by and knowledge.holds(stage, position, by) else set()
+    claims: Sequence[Mapping[Position, Set[str]]],
+) -> Choice | None:
+    """The position as one to go on from; None: a stage does not reach it, or by no word that counts."""
+    reached_by = list[Set[str]]()
+    for stage, claimed in enumerate(claims):
+        claimed_by = claimed.get(position, set[str]())
+        by = {post for post in claimed_by if members[post].has(position)}
+        if len(by) < len(claimed_by):
+            by |= claimed_by & knowledge.may_step(stage, position)
+        if not by or not knowledge.holds(stage, position, by):
+            return None
+        reached_by.append(by)
+    if knowledge.is_made(position) or all(map(knowledge.has_half, range(knowledge.stages), reached_by)):
+        return Choice(position)
+    stepped = any(members[post].has(position) and knowledge.knows(post) for by in reached_by for post in by)
+    return Choice(position, by_few=True) if stepped else None
 
 
 def unproven(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntry]) -> dict[Position, list[str]]:
@@ -106,17 +111,25 @@ def unproven(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntry]) -
     return {position: found[position] for position in order if not knowledge.proves(position)}
 
 
-def agreeing_on(
-    stage: int, target: Position, members: Mapping[str, RosterEntry], voters: Container[str], *, made: bool
-) -> set[str]:
-    """The members of a stage whose last mean led, or leads, to `target`, and has the digest of most of the `voters`.
+def means_by_target(members: Mapping[str, RosterEntry]) -> dict[tuple[int, Position], dict[str, bytes]]:
+    """By stage and target: the digests of the last means of its members that led, or lead, there."""
+    found: dict[tuple[int, Position], dict[str, bytes]] = {}
+    for post, member in sorted(members.items()):
+        found.setdefault((member.stage, member.position), {})[post] = member.digest
+        if member.prepared is not None:
+            found.setdefault((member.stage, member.prepared), {})[post] = member.digest
+    return found
 
-    Where no voter has one, all vote. `made`: the step to it was surely made; else all votes must be for one digest, as
-    they are where a step is ordered: a member that was sent another sum must not step with it.
+
+def agreeing_on(means: Mapping[str, bytes], voters: Container[str], settles: Callable[[Set[str]], bool]) -> Set[str]:
+    """Those of a stage's members whose mean for a target has the digest of most of the `voters`.
+
+    `means`: the digests of all of them. Where no voter has one, all vote. Where votes differ, one that was sent another
+    sum must not step with it: only members that settle the matter agree then.
     """
-    means = {p: m.digest for p, m in sorted(members.items()) if m.stage == stage and target in (m.position, m.prepared)}
     votes = Counter([digest for post, digest in means.items() if post in voters] or means.values())
-    if not votes or (not made and len(votes) > 1):
+    if not votes:
         return set()
     most = votes.most_common(1)[0][0]
-    return {post for post, digest in means.items() if digest == most}
+    agreeing = {post for post, digest in means.items() if digest == most}
+    return agreeing if len(votes) == 1 or settles(agreeing) else set()

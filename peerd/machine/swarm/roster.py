@@ -229,6 +229,10 @@ class Roster:
         """A stage's members that stand at `position`, sorted."""
         return sorted(self._at[stage].get(position, ())) if position is not None else []
 
+    def any_at(self, stage: int, position: Position, test: Callable[[str], bool]) -> bool:
+        """True when a post that stands at `position` of the stage passes the test."""
+        return any(map(test, self._at[stage].get(position, ())))
+
     def empty_stages(self) -> list[int]:
         """Stages without any member."""
         return [] if all(self._at) else [stage for stage in self.stages if not self._at[stage]]

@@ -1,0 +1,52 @@
+"""Failed moves: members that were ordered to a position they said they could reach, and did not get there.
+
+After a second failure their word on where they could go does not count for a while, longer each time: else one peer
+that says it has a state would hold up a swarm that could go on from an older one. Where they say that they stand still
+counts.
+Times are arguments, in seconds. Hostile input: any claims; so many posts are remembered as a run has members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Final
+
+from peerd.core.bounded_dict import BoundedDict
+from peerd.core.messages.swarm import MAX_MEMBERS
+from peerd.machine.rate.backoff import backoff_s
+
+_FREE: Final = 1  # a slow disk is no lie
+_FIRST_S, _MOST_S = 60.0, 3600.0
+
+
+class FailedMoves:
+    """See the module's header. `version` grows with each change of whose word counts."""
+
+    def __init__(self) -> None:
+        self._times = BoundedDict[str, int](MAX_MEMBERS)  # post -> failures since it last arrived
+        self._doubted: dict[str, float] = {}  # post -> until when its word does not count
+        self.version = 0
+
+    @property
+    def doubted(self) -> Set[str]:
+        """The posts whose word on where they could go does not count now."""
+        return self._doubted.keys()
+
+    def failed(self, now: float, post: str) -> None:
+        """A member did not get where it was ordered to."""
+        times = self._times[post] = self._times.get(post, 0) + 1
+        if times > _FREE:
+            self._doubted[post] = now + backoff_s(times - _FREE, _FIRST_S, _MOST_S)
+            self.version += 1
+
+    def arrived(self, post: str) -> None:
+        """A member got where it was ordered to."""
+        self._times.pop(post, None)
+        if self._doubted.pop(post, None) is not None:
+            self.version += 1
+
+    def look(self, now: float) -> None:
+        """Time passed: words count again."""
+        for post in [post for post, until in self._doubted.items() if until <= now]:
+            del self._doubted[post]
+            self.version += 1
