@@ -27,6 +27,7 @@ from peerd.machine.swarm.events import (
     SendPrepare,
     TrainerReport,
 )
+from peerd.machine.swarm.roster import START
 from tests.kit.amount import some
 from tests.worlds.machines.modelswarm import BATCH, STAGES, Member, RememberingSwarm, Trainer
 
@@ -81,12 +82,17 @@ class Lied(RememberingSwarm):
             self.replace_conductor()
 
     def stranger(self) -> None:
-        """Somebody nobody knows, at a position that nobody knows, with microbatches that nobody has made."""
+        """Somebody nobody knows, who says of itself what is not so: that it is, or could go, where nobody was, or where
+        the swarm was; and that it has microbatches that nobody has made.
+        """
         ahead = Position(self.rng.choice([1, 7, 10**9]), self.rng.randbytes(8))
+        if self.rng.random() < 0.5:
+            ahead = self.rng.choice(sorted({position for _, position in self.histories}))
         name, stage = f"x{self.rng.randrange(5)}", self.rng.randrange(STAGES)
         held = frozenset(Mb("t1", seq) for seq in range(3))
         session = self.rng.randrange(1, 1 << 40)
-        self.tell(MemberHello(name, stage, session, ahead, ahead, (ahead,), held, held, ()))
+        at, prepared, saved = self.rng.choice([(ahead, ahead, (ahead,)), (START, ahead, ()), (START, None, (ahead,))])
+        self.tell(MemberHello(name, stage, session, at, prepared, saved, held, held, ()))
 
     def give_up_rounds(self) -> None:
         """Members that waited for one that did not take part report it; an unanswered call ends after a while."""

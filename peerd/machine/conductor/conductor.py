@@ -347,7 +347,7 @@ class Conductor:
         if target is None:
             return
         if target != self.current:
-            self.batches.go_to(target.step, self.roster.batch_before(target))
+            self.batches.go_to(target.step, self.roster.batch_before(target, self.search.established))
         loss = self.search.loss(target)
         moves = self.search.moves(target)
         self.course.move(target, (order.peer for order in moves), commits=False)

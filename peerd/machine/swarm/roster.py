@@ -8,7 +8,7 @@ there are never more than MAX_MEMBERS members.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -257,13 +257,13 @@ class Roster:
         bears_out = {(position, post) for post, entry in self.entries.items() for position in entry.saw}
         assert bears_out == {(position, post) for position, posts in self._witnesses.items() for post in posts}
 
-    def batch_before(self, target: Position) -> set[Mb]:
-        """The batch that led to `target`, from what the members remember of it."""
-        batch: set[Mb] = set()
-        for entry in self.entries.values():
-            if target == (entry.prepared or entry.position):  # the last mean it has
-                batch |= entry.counted
-        return batch
+    def batch_before(self, target: Position, part_of_run: Container[str]) -> set[Mb]:
+        """The batch that led to `target`, from what members remember of it: those that were part of the run before, if
+        any of them has that mean, for trainers do not compute again what counts.
+        """
+        has = {post: m for post, m in self.entries.items() if target == (m.prepared or m.position)}  # the last mean
+        known = [m for post, m in has.items() if post in part_of_run]
+        return set[Mb]().union(*(entry.counted for entry in known or has.values()))
 
     def members(self, serves: Callable[[str, Position], bool]) -> list[MemberInfo]:
         """Every living member, sorted by post, and then the helpers. `serves`: is one that stands there ready?"""

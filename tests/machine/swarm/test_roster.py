@@ -101,7 +101,8 @@ def test_the_batch_before_is_what_members_count_of_the_last_mean_they_have() -> 
     told = [("a", ONE, None, 1), ("b", START, ONE, 2), ("c", ONE, TWO, 3), ("d", START, None, 4)]
     for peer, position, prepared, seq in rng.sample(told, len(told)):
         roster.enter(hello(peer, position, prepared=prepared, counted=frozenset({Mb("t", seq)})))
-    assert roster.batch_before(ONE) == {Mb("t", 1), Mb("t", 2)}
+    assert roster.batch_before(ONE, ()) == {Mb("t", 1), Mb("t", 2)}
+    assert roster.batch_before(ONE, {"b", "c"}) == {Mb("t", 2)}, "of strangers where nobody else has it"
 
 
 def test_the_list_of_members_has_a_version_of_its_own() -> None:
