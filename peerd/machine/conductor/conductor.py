@@ -61,6 +61,7 @@ class Conductor:
         self.roster = Roster(config.stages, delayed=config.delayed)
         self.course = Course(delayed=config.delayed)
         self.search = PositionSearch(config, origin, self.roster, self.course, now)
+        self._stepping = set[str]()  # members that the last decision lets make a step they had prepared
         for post in origin.established:
             self.roster.note_helped(post)
         self._divergence = Divergence()
@@ -282,6 +283,7 @@ class Conductor:
         entry = self.roster.entries[peer]
         if self.course.commits:
             self._step.moved(now, peer)
+        if self.course.commits or peer in self._stepping:
             self._blame.helped(peer)
             self.search.established.add(peer, entry.stage, position.step)
             self.roster.note_helped(peer)
@@ -350,6 +352,7 @@ class Conductor:
             self.batches.go_to(target.step, self.roster.batch_before(target, self.search.established))
         loss = self.search.loss(target)
         moves = self.search.moves(target)
+        self._stepping = {order.peer for order in moves if order.commit}
         self.course.move(target, (order.peer for order in moves), commits=False)
         self._step.out += [*moves, Note(loss or f"the swarm stands at step {target.step}", warning=bool(loss))]
 

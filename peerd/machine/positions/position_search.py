@@ -62,6 +62,8 @@ class PositionSearch:
         self._broken_since: float | None = None  # since then a stage has no member with the current state
         self.established = Established(origin.own, origin.established)
         self.failed_moves = FailedMoves()
+        self._beginning: Position | None = None  # where the conductor's own peer stood first; None where it may be old
+        self._cold = origin.cold
         self._came = BoundedDict[str, Position](MAX_MEMBERS)  # members that came to a position under this conductor
         self.proven = ProvenPositions(origin.own, self.established, origin.seen, origin.trusted, origin.signers)
         self.announced_step = 0  # newest step reported of a peer out of reach: counts for a while
@@ -102,12 +104,20 @@ class PositionSearch:
     def arrived(self, position: Position) -> None:
         """All members have this position: no stage lacks it."""
         self.proven.see(position)
+        if position == self._beginning:  # from now on it is known who came when
+            self._beginning = None
+            for stage in self._roster.stages:
+                for post in self._roster.at(stage, position):
+                    self._came[post] = position
         self._broken_since, self._forsaken, self._lacking = None, False, []
 
     def look(self, now: float) -> None:
         """Time passed: hearsay expires."""
         self._believes_hearsay = self._gathering.believes_hearsay(now)
         self.failed_moves.look(now)
+        own = self._roster.entries.get(self._own)
+        if self._beginning is None and own is not None and self._course.current is None and not self._cold:
+            self._beginning = own.position
 
     # --- what follows -----------------------------------------------------------------------------------------
 
@@ -156,9 +166,20 @@ class PositionSearch:
 
     def _holds(self, stage: int, position: Position, by: Set[str]) -> bool:
         """True when the claims of these members of a stage to have the state of a proven position count."""
-        if any(self._came.get(post) == position for post in by):
+        if any(self._counts(post, position) for post in by if post not in self.established):
             return True
         return self.proven.holds(stage, position, by, self._roster.entries)
+
+    def _counts(self, post: str, position: Position) -> bool:
+        """True when a member's claim to have this state counts by itself.
+
+        It was part of the run, came there under this conductor, is trusted, or signed the step. A new conductor without
+        signatures takes anybody's word on the position at which it began: it does not know who came last.
+        """
+        if post in self.established or self._came.get(post) == position or self.proven.trusts(post):
+            return True
+        signers = self.proven.signers(position)
+        return peer_of(post) in signers if signers else position == self._beginning
 
     @property
     def _newest_kept(self) -> int:
@@ -307,12 +328,10 @@ class PositionSearch:
         return [stage for stage in self._roster.stages if stage in lagging or not self._stands(stage, current)]
 
     def _stands(self, stage: int, current: Position) -> bool:
-        """True when a member stands there that was part of the run, came there under this conductor, or is trusted."""
-
-        def counts(post: str) -> bool:
-            return post in self.established or self._came.get(post) == current or self.proven.trusts(post)
-
-        return not self.established.knows_of(stage) or self._roster.any_at(stage, current, counts)
+        """True when a member stands there whose word counts."""
+        if not self.established.knows_of(stage):
+            return True
+        return self._roster.any_at(stage, current, lambda post: self._counts(post, current))
 
     def look_lost(self, now: float) -> bool:
         """Recompute `lost`, that no common position is left; True when it has changed."""

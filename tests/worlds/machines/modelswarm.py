@@ -398,7 +398,8 @@ class Swarm:
 
 
 class RememberingSwarm(Swarm):
-    """One whose peers remember, as peerd's do, whom a conductor named as ready, while the next ones gather.
+    """One whose peers remember, as peerd's do, whom a conductor named as ready and as one that has helped to make a
+    step, while the next ones gather.
 
     The peer that joined first conducts, and no death takes the last state that a member who has helped to make a step
     has: what a newcomer holds proves nothing.
@@ -413,7 +414,7 @@ class RememberingSwarm(Swarm):
         own = min((m for m in self.members.values() if m.stage == 0), key=lambda m: m.session, default=None)
         if own is None:
             return Origin()
-        ready = {m.peer: m.stage for m in self.conductor.members() if m.ready}
+        ready = {m.peer: m.stage for m in self.conductor.members() if m.ready and m.helped}
         stages = set(ready.values())
         self.established = {peer: stage for peer, stage in self.established.items() if stage not in stages} | ready
         return Origin(own=own.name, established=self.established, seen=own.seen)
