@@ -143,7 +143,7 @@ class PositionSearch:
             self._holds,
             self._agreeing,
             self._is_made,
-            self.established.has_half,
+            self._has_half,
             self.established.__contains__,
             announced,
             self._newest_kept,
@@ -284,7 +284,7 @@ class PositionSearch:
         `by_few`: also where they are less than half of it; see `best_position`.
         """
         agreeing = self._agreeing(stage, target)
-        return agreeing if by_few or self._is_made(target) or self.established.has_half(stage, agreeing) else set()
+        return agreeing if by_few or self._is_made(target) or self._has_half(stage, agreeing) else set()
 
     def _agreeing(self, stage: int, target: Position) -> Set[str]:
         """The members of a stage whose prepared mean for `target` counts.
@@ -296,9 +296,14 @@ class PositionSearch:
         if judged.means is None:
             judged.means = means_by_target(self._roster.entries)
         means = judged.means.get((stage, target), {})
-        return agreeing_on(
-            means, self.established, lambda by: self._is_made(target) or self.established.has_most(stage, by)
-        )
+        return agreeing_on(means, self.established, lambda by: self._is_made(target) or self._part(stage, by) > 0.5)
+
+    def _has_half(self, stage: int, by: Set[str]) -> bool:
+        """True when these are half of the known members of a stage."""
+        return self._part(stage, by) >= 0.5
+
+    def _part(self, stage: int, by: Set[str]) -> float:
+        return self.established.part(stage, by, self._roster.entries)
 
     def _is_made(self, target: Position) -> bool:
         """True when the step to `target` was surely made, or ordered here."""

@@ -98,15 +98,12 @@ class Established:
         present = {post for post in known if post in members}
         return 3 * len(claims & present) > len(present) if present else not known - self._moved_away(members)
 
-    def has_half(self, stage: int, posts: Set[str]) -> bool:
-        """True when `posts` are at least half of the known members of a stage; also where none are known."""
-        known = self._of.get(stage, {}).keys()
-        return 2 * len(known & posts) >= len(known)
-
-    def has_most(self, stage: int, posts: Set[str]) -> bool:
-        """True when `posts` are more than half of the known members of a stage."""
-        known = self._of.get(stage, {}).keys()
-        return 2 * len(known & posts) > len(known)
+    def part(self, stage: int, posts: Set[str], members: Mapping[str, RosterEntry]) -> float:
+        """The part of the known members of a stage that `posts` are, dead ones included; where none is known, of those
+        that are there.
+        """
+        known = self._of.get(stage, {}).keys() or {post for post, member in members.items() if member.stage == stage}
+        return len(known & posts) / max(1, len(known))
 
     def _moved_away(self, members: Collection[str]) -> set[str]:
         """The posts that are not among the members any more while their peers are, with other posts."""
