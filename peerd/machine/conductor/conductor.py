@@ -61,14 +61,13 @@ class Conductor:
         self.roster = Roster(config.stages, delayed=config.delayed)
         self.course = Course(delayed=config.delayed)
         self.search = PositionSearch(config, origin, self.roster, self.course, now)
-        self._stepping = set[str]()  # members that the last decision lets make a step they had prepared
         for post in origin.established:
             self.roster.note_helped(post)
         self._divergence = Divergence()
         self.search.barred = self._divergence.barred
         self._blame = Blame(config.ban_s, self.batches, self.roster, self.search.established, origin)
         self._closing = Closing(config, self.batches, self.roster, self._blame, rng)
-        self._step = StepCycle(config, self.batches, self.roster, self.course, self._closing)
+        self._step = StepCycle(config, self.batches, self.roster, self.course, self._closing, self.search)
         prices = RebalanceConfig(config.work or (1.0,) * config.stages, config.move_price_s, config.least_gain)
         self.rebalancing = Rebalancing(prices, self.roster, origin.own, moves=config.moves)
 
@@ -89,8 +88,8 @@ class Conductor:
                 self._versions.change_all()
             case PrepareEnded():
                 self._closing.ended(now, event)
-            case MoveEnded(peer, position):
-                self._move_ended(now, peer, position)
+            case MoveEnded(peer, position, slow):
+                self._move_ended(now, peer, position, slow)
             case TransferRefused(peer):
                 self.rebalancing.refused(now, peer)
         return self._advance(now)
@@ -263,27 +262,20 @@ class Conductor:
         self.batches.told(now, (peer, hello.stage, hello.session), due, early)
         if self.phase is Phase.GATHERING:
             self.search.heard(now, peer)
-        elif hello.position == self.current:
-            self.search.stands(peer)
         elif self.search.is_ahead(peer):
             self._gather_anew(now, "members are further than the conductor knew")
         self._versions.change_all()
 
-    def _move_ended(self, now: float, peer: str, position: Position | None) -> None:
+    def _move_ended(self, now: float, peer: str, position: Position | None, slow: bool) -> None:
         if peer not in self.course.moving:
             return
-        self.course.moving.discard(peer)
         if position is None or position != self.course.target:
-            if not self.course.commits:
-                self.search.failed_moves.failed(now, peer)
-            self._step.lose(now, peer)
+            self._step.lose(now, peer, slow=slow)
             return
-        self.search.failed_moves.arrived(peer)
-        self.search.came(peer, position)
+        self.course.moving.discard(peer)
+        self._step.moved(now, peer)
         entry = self.roster.entries[peer]
         if self.course.commits:
-            self._step.moved(now, peer)
-        if self.course.commits or peer in self._stepping:
             self._blame.helped(peer)
             self.search.established.add(peer, entry.stage, position.step)
             self.roster.note_helped(peer)
@@ -352,8 +344,8 @@ class Conductor:
             self.batches.go_to(target.step, self.roster.batch_before(target, self.search.established))
         loss = self.search.loss(target)
         moves = self.search.moves(target)
-        self._stepping = {order.peer for order in moves if order.commit}
         self.course.move(target, (order.peer for order in moves), commits=False)
+        self._step.move_begun(now, self.course.moving)
         self._step.out += [*moves, Note(loss or f"the swarm stands at step {target.step}", warning=bool(loss))]
 
     def _arrive(self, now: float) -> None:

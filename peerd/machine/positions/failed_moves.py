@@ -1,29 +1,28 @@
 """Failed moves: members that were ordered to a position they said they could reach, and did not get there.
 
 After a second failure their word on where they could go does not count for a while, longer each time: else one peer
-that says it has a state would hold up a swarm that could go on from an older one. Where they say that they stand still
-counts.
+that says it has a state would hold up a swarm that could go on from an older one. A member that is only slow has more
+tries: each of them has twice as long. Where they say that they stand still counts.
 Times are arguments, in seconds. Hostile input: any claims; so many posts are remembered as a run has members.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.messages.swarm import MAX_MEMBERS
 from peerd.machine.rate.backoff import backoff_s
 
-_FREE: Final = 1  # a slow disk is no lie
-_FIRST_S, _MOST_S = 60.0, 3600.0
+_SLOW, _FAILED, _MOST = 1, 3, 4  # what a try that took too long, and one that failed, count, and what is no lie yet
+_FIRST_S, _LONGEST_S = 60.0, 3600.0
 
 
 class FailedMoves:
     """See the module's header. `version` grows with each change of whose word counts."""
 
     def __init__(self) -> None:
-        self._times = BoundedDict[str, int](MAX_MEMBERS)  # post -> failures since it last arrived
+        self._counts = BoundedDict[str, int](MAX_MEMBERS)  # post -> what its tries count since it last arrived
         self._doubted: dict[str, float] = {}  # post -> until when its word does not count
         self.version = 0
 
@@ -32,16 +31,16 @@ class FailedMoves:
         """The posts whose word on where they could go does not count now."""
         return self._doubted.keys()
 
-    def failed(self, now: float, post: str) -> None:
-        """A member did not get where it was ordered to."""
-        times = self._times[post] = self._times.get(post, 0) + 1
-        if times > _FREE:
-            self._doubted[post] = now + backoff_s(times - _FREE, _FIRST_S, _MOST_S)
+    def failed(self, now: float, post: str, *, slow: bool = False) -> None:
+        """A member did not get where it was ordered to. `slow`: not in time, and it may still do so."""
+        count = self._counts[post] = self._counts.get(post, 0) + (_SLOW if slow else _FAILED)
+        if count > _MOST:
+            self._doubted[post] = now + backoff_s(-(-(count - _MOST) // _FAILED), _FIRST_S, _LONGEST_S)
             self.version += 1
 
     def arrived(self, post: str) -> None:
         """A member got where it was ordered to."""
-        self._times.pop(post, None)
+        self._counts.pop(post, None)
         if self._doubted.pop(post, None) is not None:
             self.version += 1
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
-from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import KEPT_SETS
-from peerd.core.messages.swarm import MAX_MEMBERS, Position
+from peerd.core.messages.swarm import Position
 from peerd.machine.positions.failed_moves import FailedMoves
 from peerd.machine.positions.gathering import Gathering
 from peerd.machine.positions.phases import Course, Phase
@@ -45,6 +44,7 @@ class _Judged:
     made: dict[Position, bool] = field(default_factory=dict)
     means: dict[tuple[int, Position], dict[str, bytes]] | None = None
     newest: dict[str, int] = field(default_factory=dict)  # step of each member
+    only_doubted: bool | None = None  # is there a position to go on from only by doubted words?
     wanted: list[Position] | None = None
     unproven: dict[Position, list[str]] | None = None
 
@@ -62,9 +62,7 @@ class PositionSearch:
         self._broken_since: float | None = None  # since then a stage has no member with the current state
         self.established = Established(origin.own, origin.established)
         self.failed_moves = FailedMoves()
-        self._beginning: Position | None = None  # where the conductor's own peer stood first; None where it may be old
         self._cold = origin.cold
-        self._came = BoundedDict[str, Position](MAX_MEMBERS)  # members that came to a position under this conductor
         self.proven = ProvenPositions(origin.own, self.established, origin.seen, origin.trusted, origin.signers)
         self.announced_step = 0  # newest step reported of a peer out of reach: counts for a while
         self.kept_step = 0  # newest step that a reachable peer keeps
@@ -73,6 +71,7 @@ class PositionSearch:
         self._lost_since = math.inf
         self._was_over = False  # the gathering wait, when it was last looked at
         self._few_left = _FEW_MOST
+        self._had_few = False
         self._few_since = math.inf  # since then a step that few bear out is the only one to go on from
         self._follows_from: tuple[object, ...] = ()  # what the best position was found from
         self._best: Choice | None = None
@@ -104,20 +103,13 @@ class PositionSearch:
     def arrived(self, position: Position) -> None:
         """All members have this position: no stage lacks it."""
         self.proven.see(position)
-        if position == self._beginning:  # from now on it is known who came when
-            self._beginning = None
-            for stage in self._roster.stages:
-                for post in self._roster.at(stage, position):
-                    self._came[post] = position
+        self._cold = False
         self._broken_since, self._forsaken, self._lacking = None, False, []
 
     def look(self, now: float) -> None:
         """Time passed: hearsay expires."""
         self._believes_hearsay = self._gathering.believes_hearsay(now)
         self.failed_moves.look(now)
-        own = self._roster.entries.get(self._own)
-        if self._beginning is None and own is not None and self._course.current is None and not self._cold:
-            self._beginning = own.position
 
     # --- what follows -----------------------------------------------------------------------------------------
 
@@ -136,50 +128,24 @@ class PositionSearch:
         return self._best
 
     def _knowledge(self, announced: int = 0) -> RecoveryKnowledge:
+        known, members = self.known, self._roster.entries
         return RecoveryKnowledge(
             self._config.stages,
             self._config.first_save,
             self.proves,
-            self._holds,
+            lambda stage, position, by: (
+                (position == known and not self._cold) or self.proven.holds(stage, position, by, members)
+            ),
             self._agreeing,
             self._is_made,
             self._has_half,
             self.established.__contains__,
             announced,
             self._newest_kept,
-            in_doubt=self.proven.knows_nothing(self._roster.entries),
+            in_doubt=self.proven.knows_nothing(members),
             doubted=self.failed_moves.doubted,
             forsaken=self._forsaken,
         )
-
-    def came(self, post: str, position: Position) -> None:
-        """A member has come to this position under this conductor: by its order, or while others could give it."""
-        self._came[post] = position
-
-    def stands(self, post: str) -> None:
-        """A member stands at the current position. Beside one that was part of the run before, it is believed."""
-        entry, current = self._roster.entries[post], self._course.current
-        if current is None or entry.position != current or self._came.get(post) == current:
-            return
-        if post in self.established or self._roster.any_at(entry.stage, current, self.established.__contains__):
-            self.came(post, current)
-
-    def _holds(self, stage: int, position: Position, by: Set[str]) -> bool:
-        """True when the claims of these members of a stage to have the state of a proven position count."""
-        if any(self._counts(post, position) for post in by if post not in self.established):
-            return True
-        return self.proven.holds(stage, position, by, self._roster.entries)
-
-    def _counts(self, post: str, position: Position) -> bool:
-        """True when a member's claim to have this state counts by itself.
-
-        It was part of the run, came there under this conductor, is trusted, or signed the step. A new conductor without
-        signatures takes anybody's word on the position at which it began: it does not know who came last.
-        """
-        if post in self.established or self._came.get(post) == position or self.proven.trusts(post):
-            return True
-        signers = self.proven.signers(position)
-        return peer_of(post) in signers if signers else position == self._beginning
 
     @property
     def _newest_kept(self) -> int:
@@ -195,7 +161,8 @@ class PositionSearch:
         return found[position]
 
     def _judgements(self) -> _Judged:
-        judged_from = self._roster.stands, self.proven.version, self.known, frozenset(self.barred)
+        versions = self._roster.stands, self.proven.version, self.failed_moves.version
+        judged_from = *versions, self.known, frozenset(self.barred)
         if judged_from != self._judged_from:
             self._judged_from, self._judged = judged_from, _Judged()
         return self._judged
@@ -251,14 +218,16 @@ class PositionSearch:
     def _waits_for_half(self, now: float) -> bool:
         """True while few bear out the only step to go on from: the others may only be cut off, and have another sum."""
         choice = self._choice()
-        if choice is None or not choice.by_few:
-            had_few, self._few_since = self._few_since < math.inf, math.inf
-            if had_few and self._few_left:  # a member came that may be the first of several
-                self._few_left -= 1
-                self._gathering.begin(now)
-            return had_few
-        self._few_since = min(self._few_since, now)
-        return now - self._few_since < self._config.hearsay_s
+        few = choice is not None and choice.by_few
+        if few:
+            self._few_since = min(self._few_since, now)
+        elif self._few_since < math.inf and self._had_few and self._few_left:
+            self._few_left -= 1  # a member came that may be the first of several
+            self._gathering.begin(now)
+            self._had_few = False
+            return True
+        self._had_few = few
+        return few and now - self._few_since < self._config.hearsay_s
 
     def decide(self, now: float) -> Position | None:
         """The position to go on from, at the end of gathering; None: there is none, or members are gathered anew."""
@@ -296,11 +265,15 @@ class PositionSearch:
         if judged.means is None:
             judged.means = means_by_target(self._roster.entries)
         means = judged.means.get((stage, target), {})
-        return agreeing_on(means, self.established, lambda by: self._is_made(target) or self._part(stage, by) > 0.5)
+        return agreeing_on(means, self.established, lambda by: self._is_made(target) or self._most_know(stage, by))
 
     def _has_half(self, stage: int, by: Set[str]) -> bool:
         """True when these are half of the known members of a stage."""
         return self._part(stage, by) >= 0.5
+
+    def _most_know(self, stage: int, by: Set[str]) -> bool:
+        """True when these are more than half of the known members of a stage."""
+        return self.established.knows_of(stage) and self._part(stage, by) > 0.5
 
     def _part(self, stage: int, by: Set[str]) -> float:
         return self.established.part(stage, by, self._roster.entries)
@@ -314,7 +287,7 @@ class PositionSearch:
 
     def falls_back(self, now: float) -> bool:
         """True when a stage has long been without the current position, and there is an older one to go on from."""
-        if not (lagging := self._lagging()):
+        if not (lagging := self._roster.lagging_stages(self._course.current)):
             self._broken_since = None
             return False
         self._lacking = lagging
@@ -323,20 +296,6 @@ class PositionSearch:
         else:
             return self._is_broken(now) and self.best() is not None
         return False
-
-    def _lagging(self) -> list[int]:
-        """Stages of which no member stands at the current position whose word counts."""
-        current = self._course.current
-        lagging = self._roster.lagging_stages(current)
-        if current in (None, START) or current in self.proven.announced:
-            return lagging
-        return [stage for stage in self._roster.stages if stage in lagging or not self._stands(stage, current)]
-
-    def _stands(self, stage: int, current: Position) -> bool:
-        """True when a member stands there whose word counts."""
-        if not self.established.knows_of(stage):
-            return True
-        return self._roster.any_at(stage, current, lambda post: self._counts(post, current))
 
     def look_lost(self, now: float) -> bool:
         """Recompute `lost`, that no common position is left; True when it has changed."""
@@ -363,7 +322,7 @@ class PositionSearch:
     def _patience_s(self) -> float:
         """Seconds that a state which is nowhere is waited for."""
         config = self._config
-        if self.kept_step:
+        if self.kept_step or self._only_doubted():
             return config.forsake_most_s
         if self._course.current is not None:
             return config.forsake_s
@@ -374,6 +333,16 @@ class PositionSearch:
         if 2 * len(stepped) <= len(there):
             return config.forsake_most_s if self._comes_back() else min(config.hearsay_s, config.forsake_most_s)
         return config.forsake_s if self.nobody_has else config.forsake_unseen_s
+
+    def _only_doubted(self) -> bool:
+        """True when there would be a position to go on from if no member's word were doubted: it may be a slow disk."""
+        if not self.failed_moves.doubted:
+            return False
+        judged = self._judgements()
+        if judged.only_doubted is None:
+            found = best_position(replace(self._knowledge(), doubted=()), self._roster.entries)
+            judged.only_doubted = found is not None
+        return judged.only_doubted
 
     def _comes_back(self) -> bool:
         """True where a run that was there before comes back, as far as one can tell.
@@ -436,7 +405,7 @@ class PositionSearch:
 
     def problem(self) -> str:
         """The reason that the gathered members do not go on yet."""
-        if not self._was_over and self._few_since < math.inf and (best := self.best()) is not None:
+        if not self._was_over and self._had_few and (best := self.best()) is not None:
             patience_s = self._config.hearsay_s
             few = f"less than half of a stage's members bear out step {best.step}"
             return f"{few}: the others are waited for, {patience_s:.0f} s at most, and then it goes on from there"

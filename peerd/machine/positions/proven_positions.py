@@ -198,10 +198,6 @@ class ProvenPositions:
         own = members.get(self._own)
         return not (self._seen or self.established.peers or (own is not None and own.is_anywhere))
 
-    def signers(self, position: Position) -> Set[str]:
-        """The peers that validly signed the step to a position, as far as proofs of it are at hand."""
-        return self._signers(position) if self._signers is not None else frozenset()
-
     def trusts(self, post: str) -> bool:
         """True for the conductor's own post, and those of peers whose word the user takes."""
         return post == self._own or peer_of(post) in self._trusted
@@ -238,4 +234,4 @@ class ProvenPositions:
         witnesses = set(map(peer_of, posts))
         if witnesses & self._trusted or self.established.back(witnesses):
             return True
-        return self.established.back(self.signers(position))
+        return self._signers is not None and self.established.back(self._signers(position))

@@ -115,10 +115,11 @@ class PrepareEnded:
 
 @dataclass(frozen=True, slots=True)
 class MoveEnded:
-    """A member's answer to SendMove; None: it failed."""
+    """A member's answer to SendMove; None: it failed. `slow`: it did not answer in time, and may still get there."""
 
     peer: str
     position: Position | None
+    slow: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,10 +229,6 @@ class Roster:
         """A stage's members that stand at `position`, sorted."""
         return sorted(self._at[stage].get(position, ())) if position is not None else []
 
-    def any_at(self, stage: int, position: Position, test: Callable[[str], bool]) -> bool:
-        """True when a post that stands at `position` of the stage passes the test."""
-        return any(map(test, self._at[stage].get(position, ())))
-
     def empty_stages(self) -> list[int]:
         """Stages without any member."""
         return [] if all(self._at) else [stage for stage in self.stages if not self._at[stage]]
@@ -262,7 +258,7 @@ class Roster:
         any of them has that mean, for trainers do not compute again what counts.
         """
         has = {post: m for post, m in self.entries.items() if target == (m.prepared or m.position)}  # the last mean
-        known = [m for post, m in has.items() if post in part_of_run]
+        known = [m for post, m in has.items() if post in part_of_run and m.counted]
         return set[Mb]().union(*(entry.counted for entry in known or has.values()))
 
     def members(self, serves: Callable[[str, Position], bool]) -> list[MemberInfo]:

@@ -179,7 +179,7 @@ class Orders:
 
     async def move(self, order: SendMove, reign: Reign) -> None:
         """Have one member commit or restore."""
-        position, kind = None, Commit if order.commit else Restore
+        position, kind, slow = None, Commit if order.commit else Restore, False
         body = kind(self._config.fingerprint, reign.term, order.target, stage_of(order.peer))
         method = "stage/5/commit" if order.commit else "stage/5/restore"
         try:
@@ -190,10 +190,10 @@ class Orders:
             if order.commit:
                 self.moved(order.peer, order.target, answer)
         except RemoteError as error:
-            if isinstance(error, TooSlow):
+            if slow := isinstance(error, TooSlow):
                 self._slow[order.peer] = self._slow.get(order.peer, 0) + 1
             log.warning("a member did not reach step %d: %s", order.target.step, error)
-        reign.tell(MoveEnded(order.peer, position))
+        reign.tell(MoveEnded(order.peer, position, slow))
 
     def _move_limit_s(self, post: str) -> float:
         return _MOVE_TIMEOUT_S * 2.0 ** min(self._slow.get(post, 0), _DOUBLINGS)

@@ -28,8 +28,12 @@ CONFIG = ConductorConfig(
 )
 
 
-def carry_out(conductor: Conductor, until: float, *, keeps: set[str], says: MemberHello | None = None) -> float:
+def carry_out(
+    conductor: Conductor, until: float, *, keeps: set[str], says: MemberHello | None = None, hangs_up: bool = False
+) -> float:
     """Time passes; members do as they are ordered but for those not in `keeps`, and one says hello again and again.
+
+    Those do not get there, or hang up.
 
     Returns when all stages stand at one position, by members that keep their word.
     """
@@ -39,6 +43,8 @@ def carry_out(conductor: Conductor, until: float, *, keeps: set[str], says: Memb
         if says is not None and says.peer not in conductor.roster.entries:
             conductor.handle(now, says)
         for order in [order for order in conductor.wake(now) if isinstance(order, SendMove)]:
+            if hangs_up and order.peer not in keeps:
+                conductor.handle(now, MemberGone(order.peer))
             conductor.handle(now, MoveEnded(order.peer, order.target if order.peer in keeps else None))
         there = {entry.stage for post, entry in conductor.roster.entries.items() if post in keeps}
         there &= {stage for stage in (0, 1) for post in conductor.roster.at(stage, conductor.current) if post in keeps}
@@ -52,7 +58,6 @@ def carry_out(conductor: Conductor, until: float, *, keeps: set[str], says: Memb
     [
         hello("x/1", START, stage=1, saved=(NOW,)),
         hello("x/1", START, stage=1, prepared=NOW, digest=b"x"),
-        hello("x/1", NOW, stage=1),
     ],
 )
 def test_a_stranger_that_says_it_has_what_a_stage_lost_does_not_hold_the_swarm_up(says: MemberHello) -> None:
@@ -69,7 +74,8 @@ def test_a_stranger_that_says_it_has_what_a_stage_lost_does_not_hold_the_swarm_u
     assert conductor.current == OLDER
 
 
-def test_a_known_member_that_never_gets_where_it_says_it_can_go_is_not_waited_for_for_ever() -> None:
+@pytest.mark.parametrize("hangs_up", [False, True])
+def test_a_known_member_that_never_gets_where_it_says_it_can_go_is_not_waited_for_for_ever(hangs_up: bool) -> None:
     before = {"a/0": 0, "b/0": 0, "z/1": 1}
     conductor = Conductor(CONFIG, random.Random(0), 0.0, Origin(own="a/0", established=before, seen=[OLDER, OLD]))
     for post in ("a/0", "b/0"):
@@ -77,7 +83,7 @@ def test_a_known_member_that_never_gets_where_it_says_it_can_go_is_not_waited_fo
     conductor.handle(0.0, hello("n/1", OLDER, stage=1, saved=(OLDER,)))
     conductor.search.keepers({"k": [OLDER], "l": [OLDER]}, lambda peer: f"network of {peer}")
     liar = hello("z/1", START, stage=1, saved=(OLD,))
-    assert carry_out(conductor, 120.0, keeps={"a/0", "b/0", "n/1"}, says=liar) < 60.0
+    assert carry_out(conductor, 120.0, keeps={"a/0", "b/0", "n/1"}, says=liar, hangs_up=hangs_up) < 60.0
     assert conductor.current == OLDER
 
 
@@ -123,3 +129,41 @@ def test_the_others_are_waited_for_before_few_make_a_step_that_was_perhaps_not_m
     alone.wake(10.5)
     orders = [order for order in alone.wake(71.0) if isinstance(order, SendMove)]
     assert {(order.peer, order.commit) for order in orders} == {("a/0", True), ("b/0", True), ("v/1", True)}
+
+
+def test_a_member_whose_disk_is_slow_is_tried_again_and_the_run_does_not_begin_anew() -> None:
+    before = {"a/0": 0, "e/1": 1}
+    conductor = Conductor(CONFIG, random.Random(0), 0.0, Origin(own="a/0", established=before, seen=[OLD]))
+    slow = hello("e/1", START, stage=1, saved=(OLD,))
+    now, tries = 0.0, 0
+    conductor.handle(now, hello("a/0", OLD))
+    while conductor.phase is not Phase.OPEN:
+        now += 0.5
+        assert now < 100.0, conductor.waits_for()
+        if "e/1" not in conductor.roster.entries:
+            conductor.handle(now, slow)
+        for order in [order for order in conductor.wake(now) if isinstance(order, SendMove)]:
+            tries += 1
+            conductor.handle(now, MoveEnded(order.peer, order.target if tries > 4 else None, slow=tries <= 4))
+    assert (conductor.current, tries) == (OLD, 5)
+
+
+def test_nobody_becomes_one_of_the_run_by_going_where_it_is_ordered_to() -> None:
+    """Its word would count from then on; the digest of a sum is no secret."""
+    before = {"a/0": 0, "e/1": 1}
+    conductor = Conductor(CONFIG, random.Random(0), 0.0, Origin(own="a/0", established=before, seen=[NOW]))
+    conductor.handle(0.0, hello("a/0", NOW, digest=b"sum"))
+    conductor.handle(0.0, hello("e/1", NOW, stage=1, digest=b"sum"))
+    for number in range(4):
+        conductor.handle(0.0, hello(f"x{number}/1", OLD, stage=1, prepared=NOW, digest=b"sum"))
+    carry_out(conductor, 10.0, keeps={"a/0", "e/1", "x0/1", "x1/1", "x2/1", "x3/1"})
+    assert conductor.search.established.peers == {"a", "e"}
+
+
+def test_strangers_settle_nothing_where_no_member_of_a_stage_is_known() -> None:
+    conductor = Conductor(CONFIG, random.Random(0), 0.0, Origin(own="a/0"))
+    conductor.handle(0.0, hello("a/0", START, prepared=NOW, digest=b"0"))
+    told = [("h1/1", b"sum"), ("h2/1", b"sum"), *((f"x{number}/1", b"made up") for number in range(3))]
+    for post, digest in told:
+        conductor.handle(0.0, hello(post, START, stage=1, prepared=NOW, digest=digest))
+    assert not any(isinstance(order, SendMove) and order.target == NOW for order in conductor.wake(70.0))

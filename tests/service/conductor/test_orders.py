@@ -36,5 +36,5 @@ async def test_a_member_that_is_slow_gets_twice_as_long_with_each_order(autojump
     orders, reign = Orders(config, cast(Any, SlowDisk(takes_s=150.0))), Reign(1, 4, ended.append)
     for _ in range(2):
         await orders.move(SendMove(POST, NOW, commit=False), reign)
-    assert ended == [MoveEnded(POST, None), MoveEnded(POST, NOW)]
+    assert ended == [MoveEnded(POST, None, slow=True), MoveEnded(POST, NOW)]
     assert trio.current_time() == 150.0
