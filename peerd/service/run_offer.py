@@ -19,6 +19,7 @@ from peerd.service.peer_stack import PeerStack
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.rpc.types import Answer, Incoming
 
+_ANSWER_S: Final = 10.0  # for a file of some kilobytes
 DECLARED: Final = {
     METHOD: Declaration(
         shows=Shows.NOTHING,
@@ -28,7 +29,7 @@ DECLARED: Final = {
         body_bytes=256,
         calls_per_peer=2,
         calls=64,
-        deadline_s=10.0,
+        deadline_s=_ANSWER_S,
     )
 }
 

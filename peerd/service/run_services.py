@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 _LEAST_GAIN: Final = 0.01  # share of the throughput that moves by load must win,
 _LARGE_GAIN: Final = 0.25  # and where the network counts as well, which may want stages to be unequal
 _COMPARED_AGAIN_S: Final = 5.0  # between looks whether the conductor refuses us for our settings
+_PREPARE_S: Final = 60.0  # of a round beside what its bytes take, and for as many silent members:
+_SILENCES: Final = 6
 _PROBE_S: Final = 8.0  # for a dial, over a relay if need be, and an echo behind what a full line carries
 
 
@@ -349,6 +351,6 @@ class RunServices:
             fingerprint=self.fingerprint,
             conductor=sizes,
             samples=run.batch.target_samples,
-            prepare_timeout_s=60.0 + 6 * run.averaging.sender_timeout_s,
+            prepare_timeout_s=_PREPARE_S + _SILENCES * run.averaging.sender_timeout_s,
         )
         return Conducting(config, self._rpc, self._host, self.clock, self.following, self.proofs)

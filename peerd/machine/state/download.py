@@ -31,7 +31,8 @@ from peerd.machine.state import download_events as dl
 from peerd.machine.state.donors import FIRST_PIECES, LEAST_PIECE_S, UNKNOWN_PIECE_S, Donor, DonorStanding, PieceInFlight
 from peerd.machine.state.quorum import VOUCHERS, Claim, Poll, camps, meeting_step
 
-_MANIFEST_TIMEOUT_S = 120.0  # a donor copies and hashes its state first
+_MANIFEST_TIMEOUT_S = 120.0  # a donor copies and hashes its state first,
+_COPY_PIECE_S = 0.05  # each piece of it on a slow machine
 _PIECE_TIMEOUT_S = 30.0  # beside what the pieces under way take on a slow line
 _STALL_S = 120.0  # likewise
 _SLOW_PIECE_S = STATE_PIECE_BYTES / RPC_LEAST_BYTES_PER_S  # a piece by itself on such a line
@@ -151,7 +152,7 @@ class Download:
                 if self._may_ask(now, donor):
                     donor.asked += 1
                     donor.standing = DonorStanding.ASKED
-                    self._ask(donor, dl.MANIFEST, _MANIFEST_TIMEOUT_S, out)
+                    self._ask(donor, dl.MANIFEST, _MANIFEST_TIMEOUT_S + self._copy_s, out)
 
     def _vouched(self, donor: Donor, claim: Claim) -> None:
         if donor.usable:
@@ -364,7 +365,12 @@ class Download:
     @property
     def _stalls_at(self) -> float:
         """Time at which the download is given up if no piece comes before: those under way may share a slow line."""
-        return self._moved_at + _STALL_S + self._sharing * _SLOW_PIECE_S
+        silent_s = _STALL_S + self._sharing * _SLOW_PIECE_S
+        return self._moved_at + silent_s + (self._copy_s if self.chosen is None else 0.0)
+
+    @property
+    def _copy_s(self) -> float:
+        return self._pieces * _COPY_PIECE_S
 
     def _ask(
         self, donor: Donor, piece: int, timeout_s: float, out: list[dl.Output], flight: PieceInFlight | None = None

@@ -65,6 +65,8 @@ DECLARED: Final = {
 }
 _OUTDATED = (Verdict.STALE, Verdict.UNTIMELY)
 _TOGETHER_S = 0.5  # addresses often change by several at once
+DIRECTORY_S: Final = 10.0  # for one command, which asks many
+_WITHDRAW_S: Final = 5.0  # to take back what we published
 _LINKS_S = 20.0  # between two looks at connected peers
 _NAMED_S = 60.0  # a peer that offers outdated records is named once in so long
 _NAMED_PEERS = 1024  # remembered for that
@@ -148,7 +150,9 @@ class Dht:
         if self._nursery is not None:
             self._met(peer, addr)
 
-    async def put(self, key: Key, value: bytes, *, ttl_s: float, suffix: bytes = b"", timeout_s: float = 10.0) -> int:
+    async def put(
+        self, key: Key, value: bytes, *, ttl_s: float, suffix: bytes = b"", timeout_s: float = DIRECTORY_S
+    ) -> int:
         """Publish `value` under `key` and our own sub-key (our id and `suffix`), replacing what we had there.
 
         Returns how many peers hold it by now; 0 means nobody yet. Either way it stays published, renewed and brought
@@ -161,7 +165,7 @@ class Dht:
         return done.peers
 
     async def get(
-        self, key: Key, *, timeout_s: float = 10.0, max_age_s: float = 0.0, most_bytes: int = 0
+        self, key: Key, *, timeout_s: float = DIRECTORY_S, max_age_s: float = 0.0, most_bytes: int = 0
     ) -> list[Record]:
         """All live records under `key`, verified, one per sub-key, sorted by sub-key.
 
@@ -172,14 +176,14 @@ class Dht:
         return (await self.get_many([key], timeout_s=timeout_s, max_age_s=max_age_s, most_bytes=most_bytes))[key]
 
     async def get_many(
-        self, keys: Iterable[Key], *, timeout_s: float = 10.0, max_age_s: float = 0.0, most_bytes: int = 0
+        self, keys: Iterable[Key], *, timeout_s: float = DIRECTORY_S, max_age_s: float = 0.0, most_bytes: int = 0
     ) -> dict[Key, list[Record]]:
         """`get` for each of `keys`, in few messages."""
         found, _ = await self.read(keys, timeout_s=timeout_s, max_age_s=max_age_s, most_bytes=most_bytes)
         return found
 
     async def read(
-        self, keys: Iterable[Key], *, timeout_s: float = 10.0, max_age_s: float = 0.0, most_bytes: int = 0
+        self, keys: Iterable[Key], *, timeout_s: float = DIRECTORY_S, max_age_s: float = 0.0, most_bytes: int = 0
     ) -> tuple[dict[Key, list[Record]], bool]:
         """`get_many`, and whether another peer answered: if none did, keys without records may well have some."""
         now, found = self._clock.now(), dict[Key, list[Record]]()
@@ -205,12 +209,12 @@ class Dht:
             await trio.lowlevel.checkpoint()
         return {key: list(found.get(key, ())) for key in wanted}, answered
 
-    async def withdraw(self, key: Key, *, suffix: bytes = b"", timeout_s: float = 5.0) -> None:
+    async def withdraw(self, key: Key, *, suffix: bytes = b"", timeout_s: float = _WITHDRAW_S) -> None:
         """Take back what we published under this sub-key; nothing, if we did not."""
         self._cache.pop(key, None)
         await self._perform(lambda op: q.Withdraw(op, key, suffix), q.PutDone, timeout_s, leaving=True)
 
-    async def withdraw_all(self, *, timeout_s: float = 5.0) -> None:
+    async def withdraw_all(self, *, timeout_s: float = _WITHDRAW_S) -> None:
         """Take back everything, in few messages: before leaving."""
         self._cache.clear()
         await self._perform(lambda op: q.Withdraw(op), q.PutDone, timeout_s, leaving=True)

@@ -38,6 +38,8 @@ log = logging.getLogger("peerd.service.pipeline.stage_peers")
 _OVERDUE_S = 2.0  # that an answer takes before its peer is asked for a sign of life
 _SILENT_S = 5.0  # of a call without any, until nobody waits for it
 _LOOK_S = 0.5  # between looks at what is overdue
+_IDLE_LOOK_S = 5.0  # and for peers, where there are none
+_AFTER_REST_S = 0.01
 _HELD_S = 30.0  # at most, that one call shows whether a peer is as quick again as it was
 _PATIENCES = 4.0  # while its peer answers others, a call is waited for so many times as long
 _LATER_S = 2.0  # each stage gives up so much later than the one after it
@@ -282,7 +284,7 @@ class StagePeers:
             )
             if due is not None and due <= now:  # the peers that do not rest can only dial, and have not yet
                 self.waits_for, due = f"the peers of stage {stage} can only dial, and are not connected", now + _AWAY_S
-            with trio.move_on_at(due + 0.01 if due is not None else now + 5.0):
+            with trio.move_on_at(due + _AFTER_REST_S if due is not None else now + _IDLE_LOOK_S):
                 await self._changed.wait()
 
     def options(self, stage: int, avoid: set[str], *, called: bool) -> list[str]:

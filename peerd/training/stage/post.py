@@ -46,7 +46,8 @@ from peerd.training.stage.session import ConductorSession, Holdings, PostReport
 from peerd.training.stage_works import stage_works
 
 _LEAVE_PATIENCE_S: Final = 4.0
-_BRANCH_S: Final = 30.0  # for the disk to take the checkpoint of a branch that is left
+_BRANCH_S: Final = 30.0  # for the disk to take the checkpoint of a branch that is left,
+_SLOW_DISK_BYTES_PER_S: Final = 10e6  # beside what its bytes may take
 
 
 class Post:
@@ -263,7 +264,9 @@ class Post:
         """
         if self.state.position == position:
             await self.state.save()
-            with trio.move_on_after(_BRANCH_S):
+            specs = await self.state.work(self.state.model.outline, "outline the state")
+            size = sum(spec.nbytes for spec in specs)
+            with trio.move_on_after(_BRANCH_S + size / _SLOW_DISK_BYTES_PER_S):
                 await self.saving.written()
             self.saving.hold(position)
 
