@@ -1,4 +1,4 @@
-"""Every constant in a time limit has a row in `core/timeouts`, with the reason that nothing that grows reaches it."""
+"""Every constant in a time limit has a row in `service/timeouts`, with the reason that nothing grows beyond it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from peerd.core.timeouts import TIMEOUTS
+from peerd.service.timeouts import TIMEOUTS
 
 ROOT = Path(__file__).parent.parent
 LIMITS = {"move_on_after", "fail_after", "move_on_at", "fail_at"}
@@ -55,5 +55,5 @@ def in_the_code() -> set[str]:
 def test_every_constant_in_a_time_limit_has_its_reason() -> None:
     found = in_the_code()
     assert len(found) > 50, "the walk finds them"
-    assert sorted(found - TIMEOUTS.keys()) == [], "say in core/timeouts why it may be a constant, or let it grow"
+    assert sorted(found - TIMEOUTS.keys()) == [], "say in service/timeouts why it may be a constant, or let it grow"
     assert sorted(TIMEOUTS.keys() - found) == [], "no time limit uses these any more"

@@ -9,8 +9,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from peerd.core.model.stage_memory import StageFootprint
 from peerd.signals import Signal
 from peerd.training.stage.moving import Relocating
+
+STATE_BYTES = 1_000_000_000  # 8,000 s on a line of 1 Mb/s
 
 
 def mover(post: Any) -> Any:
@@ -19,26 +22,37 @@ def mover(post: Any) -> Any:
     async def enter(stage: int) -> Any:
         return post
 
+    async def size_of(stage: int) -> StageFootprint:
+        return StageFootprint(stage, STATE_BYTES // 12, 0, 0, STATE_BYTES)
+
     made: Any = Relocating.__new__(Relocating)
     made._member, made._following = SimpleNamespace(enter=enter), SimpleNamespace(told=Signal(), members=[])
-    made._is_ready = lambda stage: post.ready
+    made._is_ready, made._size_of = lambda stage: post.ready, size_of
     return made
 
 
-@pytest.mark.parametrize(("pieces", "told"), [(20, None), (3, "nothing of its state came for 600 s")])
+@pytest.mark.parametrize(
+    ("pieces", "takes_s", "told"),
+    [
+        (15, 7500.0, None),
+        (3, 2100.0, "nothing of its state came for 600 s"),
+        (1000, 8600.0, "its state did not come within 8600 s"),
+    ],
+)
 async def test_a_state_that_keeps_coming_is_waited_for(
-    autojump_clock: MockClock, pieces: int, told: str | None
+    autojump_clock: MockClock, pieces: int, takes_s: float, told: str | None
 ) -> None:
-    post = SimpleNamespace(progress=0, ready=False)
+    post: Any = SimpleNamespace(stage=1, catching_up=SimpleNamespace(received_bytes=0), ready=False)
 
     async def download() -> None:
         for _ in range(pieces):
             await trio.sleep(500.0)
-            post.progress += 1
+            post.catching_up.received_bytes += 1
         post.ready = told is None
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(download)
         began = trio.current_time()
         assert await mover(post)._settle(1) == told
-    assert trio.current_time() - began == pytest.approx(500.0 * pieces + (600.0 if told else 0.0), abs=10.0)
+        assert trio.current_time() - began == pytest.approx(takes_s, abs=10.0)
+        nursery.cancel_scope.cancel()

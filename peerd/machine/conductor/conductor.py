@@ -61,13 +61,14 @@ class Conductor:
         self.roster = Roster(config.stages, delayed=config.delayed)
         self.course = Course(delayed=config.delayed)
         self.search = PositionSearch(config, origin, self.roster, self.course, now)
+        self._batches_of: Position | None = None  # the position whose batch is filled
         for post in origin.established:
             self.roster.note_helped(post)
         self._divergence = Divergence()
         self.search.barred = self._divergence.barred
         self._blame = Blame(config.ban_s, self.batches, self.roster, self.search.established, origin)
         self._closing = Closing(config, self.batches, self.roster, self._blame, rng)
-        self._step = StepCycle(config, self.batches, self.roster, self.course, self._closing, self.search)
+        self._step = StepCycle(config, self.batches, self.roster, self.course, self._closing)
         prices = RebalanceConfig(config.work or (1.0,) * config.stages, config.move_price_s, config.least_gain)
         self.rebalancing = Rebalancing(prices, self.roster, origin.own, moves=config.moves)
 
@@ -79,7 +80,7 @@ class Conductor:
             case MemberHello():
                 self._hello(now, event)
             case MemberGone(peer):
-                self._step.lose(now, peer)
+                self._lose_mover(now, peer)
             case TrainerReport():
                 self._report(now, event)
             case TrainerGone(peer):
@@ -250,7 +251,7 @@ class Conductor:
             return
         self._blame.let_in(now, peer)
         if known is not None and (known.session != hello.session or known.stage != hello.stage):
-            self._step.lose(now, peer)
+            self._lose_mover(now, peer)
         if known is None:
             self._divergence.member_came()
         entry = self.roster.enter(hello)
@@ -270,16 +271,23 @@ class Conductor:
         if peer not in self.course.moving:
             return
         if position is None or position != self.course.target:
-            self._step.lose(now, peer, slow=slow)
+            self._lose_mover(now, peer, slow=slow)
             return
         self.course.moving.discard(peer)
-        self._step.moved(now, peer)
+        self.search.failed_moves.arrived(peer)
         entry = self.roster.entries[peer]
         if self.course.commits:
+            self._step.moved(now, peer)
             self._blame.helped(peer)
             self.search.established.add(peer, entry.stage, position.step)
             self.roster.note_helped(peer)
         self.roster.move(peer, position, stepped=self.course.commits)
+
+    def _lose_mover(self, now: float, peer: str, *, slow: bool = False) -> None:
+        """A member is gone, or did not get where it was ordered to."""
+        if peer in self.course.moving and not self.course.commits:
+            self.search.failed_moves.failed(now, peer, slow=slow and peer in self.search.established)
+        self._step.lose(now, peer)
 
     def _report(self, now: float, report: TrainerReport) -> None:
         self.batches.trainers.report(report.peer, report.open, report.early, report.step + 1)
@@ -340,24 +348,22 @@ class Conductor:
         target = self.search.decide(now)
         if target is None:
             return
-        if target != self.current:
+        if target != self._batches_of:
+            self._batches_of = target
             self.batches.go_to(target.step, self.roster.batch_before(target, self.search.established))
         loss = self.search.loss(target)
         moves = self.search.moves(target)
         self.course.move(target, (order.peer for order in moves), commits=False)
-        self._step.move_begun(now, self.course.moving)
         self._step.out += [*moves, Note(loss or f"the swarm stands at step {target.step}", warning=bool(loss))]
 
     def _arrive(self, now: float) -> None:
         """End of a move: every member that could has reached the target."""
         target, stepped = self.course.target, self.course.commits
         assert target is not None
-        if not stepped and self.roster.lagging_stages(target):
-            self._gather_anew(now, f"not all stages got to step {target.step}: looking for a common position again")
-            return
         done = self.batches.due.credit()
         if target != self.current:
             self.batches.step_made(target.step - 1)
+        self._batches_of = target
         self.course.arrive(self._config.total_steps)
         self.search.arrived(target)
         self._divergence.arrived()

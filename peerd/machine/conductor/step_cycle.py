@@ -8,13 +8,12 @@ Decides only; the conductor calls each in its phase, and hands out the outputs (
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
 
 from peerd.core.messages.swarm import Position
 from peerd.machine.batch.batches import Batches, StageView
 from peerd.machine.conductor.stage_close import Closing
 from peerd.machine.positions.phases import Course, Phase
-from peerd.machine.positions.position_search import PositionSearch
 from peerd.machine.swarm.events import ConductorConfig, Note, Output, SendMove, TrainerReport
 from peerd.machine.swarm.late_movers import LateMovers
 from peerd.machine.swarm.latecomers import Latecomers
@@ -30,17 +29,10 @@ class StepCycle:
     """See the module's header. One conductor's; `closing` averages for it."""
 
     def __init__(
-        self,
-        config: ConductorConfig,
-        batches: Batches,
-        roster: Roster,
-        course: Course,
-        closing: Closing,
-        search: PositionSearch,
+        self, config: ConductorConfig, batches: Batches, roster: Roster, course: Course, closing: Closing
     ) -> None:
         self._config, self._batches, self._roster = config, batches, roster
         self._course, self._closing, self._blame = course, closing, closing.blame
-        self._established, self._failed_moves = search.established, search.failed_moves
         self._latecomers, self._late_movers = Latecomers(roster), LateMovers()
         self._leases_s = config.lease_s, config.first_lease_s
         self.late: dict[str, int] = {}  # trainer that the step waits for -> number of its microbatches
@@ -133,7 +125,7 @@ class StepCycle:
         if all(self._closing.settled):
             movers = self._closing.prepared()
             self._course.move(target, movers, commits=True)
-            self.move_begun(now, movers)
+            self._late_movers.begin(now, ((peer, self._roster.entries[peer].stage) for peer in movers))
             self.out += [SendMove(peer, target, commit=True) for peer in movers]
 
     def close_due(self, now: float) -> float | None:
@@ -142,30 +134,20 @@ class StepCycle:
             return now
         return min((at for at in (self._closing.due(), self._latecomers.due(now)) if at is not None), default=None)
 
-    def move_begun(self, now: float, movers: Collection[str]) -> None:
-        """These members are on their way: by a step, or to the position that a swarm goes on from."""
-        stages = {peer: self._roster.entries[peer].stage for peer in movers}
-        steps = self._course.commits  # then all of them have averaged, and are no strangers
-        known = [peer for peer in movers if steps or peer in self._established]
-        target = self._course.target
-        there = [stage for stage in range(self._config.stages) if self._roster.at(stage, target)]
-        self._late_movers.begin(now, stages, known, there, steps=steps)
-
     def moved(self, now: float, peer: str) -> None:
-        """A member has got where it was to go."""
+        """A member has made the step."""
         self._late_movers.arrived(now, peer)
-        self._failed_moves.arrived(peer)
 
     def leave_late(self, now: float) -> None:
-        """Go on without the members that do not say that they got where the others have got."""
-        for peer in self._late_movers.late(now, self._course.moving):
-            done = "made the step" if self._course.commits else "got where the swarm goes on from"
-            self.out.append(Note(f"peer …{peer[-8:]} has not said that it {done}: the others go on"))
-            self.lose(now, peer, slow=True)
+        """Go on without the members that do not say that they made a step which the others have made."""
+        if self._course.commits:
+            for peer in self._late_movers.late(now, self._course.moving):
+                self.out.append(Note(f"peer …{peer[-8:]} has not said that it made the step: the others go on"))
+                self.lose(now, peer)
 
     def move_due(self) -> float:
-        """Returns the next deadline while members move; infinite if nothing is due."""
-        return self._late_movers.due(self._course.moving)
+        """Returns the next deadline while members make a step; infinite if nothing is due."""
+        return self._late_movers.due(self._course.moving) if self._course.commits else math.inf
 
     def step_made(self, now: float, current: Position) -> None:
         """A step was made, and led to `current`."""
@@ -190,12 +172,8 @@ class StepCycle:
                 self._blame.shrank = False
                 self.reopen()
 
-    def lose(self, now: float, peer: str, *, slow: bool = False) -> None:
-        """Remove a member, or a helper, with the microbatches it held, its part in averaging and its move. `slow`: it
-        may still get where it was to go.
-        """
-        if peer in self._course.moving and not self._course.commits:
-            self._failed_moves.failed(now, peer, slow=slow and peer in self._established)
+    def lose(self, now: float, peer: str) -> None:
+        """Remove a member, or a helper, with the microbatches it held, its part in averaging and its move."""
         entry = self._roster.remove(peer)
         self._closing.lost(peer, entry.stage if entry is not None else None)
         if entry is not None:

@@ -12,10 +12,9 @@ from collections.abc import Set
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.messages.swarm import MAX_MEMBERS
-from peerd.machine.rate.backoff import backoff_s
 
 _SLOW, _FAILED, _MOST = 1, 3, 4  # what a try that took too long, and one that failed, count, and what is no lie yet
-_FIRST_S, _LONGEST_S = 60.0, 3600.0
+_FIRST_S, _DOUBLINGS = 60.0, 6
 
 
 class FailedMoves:
@@ -35,7 +34,8 @@ class FailedMoves:
         """A member did not get where it was ordered to. `slow`: not in time, and it may still do so."""
         count = self._counts[post] = self._counts.get(post, 0) + (_SLOW if slow else _FAILED)
         if count > _MOST:
-            self._doubted[post] = now + backoff_s(-(-(count - _MOST) // _FAILED), _FIRST_S, _LONGEST_S)
+            doublings = min((count - _MOST - 1) // _FAILED, _DOUBLINGS)
+            self._doubted[post] = now + _FIRST_S * 2.0**doublings
             self.version += 1
 
     def arrived(self, post: str) -> None:

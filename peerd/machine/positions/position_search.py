@@ -22,7 +22,7 @@ from peerd.machine.positions.gathering import Gathering
 from peerd.machine.positions.phases import Course, Phase
 from peerd.machine.positions.proven_positions import Established, ProvenPositions
 from peerd.machine.positions.recovery import (
-    Choice,
+    PositionChoice,
     RecoveryKnowledge,
     agreeing_on,
     best_position,
@@ -74,7 +74,7 @@ class PositionSearch:
         self._had_few = False
         self._few_since = math.inf  # since then a step that few bear out is the only one to go on from
         self._follows_from: tuple[object, ...] = ()  # what the best position was found from
-        self._best: Choice | None = None
+        self._best: PositionChoice | None = None
         self._judged_from: tuple[object, ...] = ()
         self._judged = _Judged()
         self._forsaken = False
@@ -118,7 +118,7 @@ class PositionSearch:
         choice = self._choice()
         return choice.position if choice is not None else None
 
-    def _choice(self) -> Choice | None:
+    def _choice(self) -> PositionChoice | None:
         announced = max(self.announced_step if self._believes_hearsay else 0, self.kept_step)
         state = self.known, self._course.commits, announced, self._forsaken, self._newest_kept, frozenset(self.barred)
         follows_from = self._roster.stands, self.proven.version, self.failed_moves.version, *state
@@ -139,7 +139,7 @@ class PositionSearch:
             self._agreeing,
             self._is_made,
             self._has_half,
-            self.established.__contains__,
+            self._is_known,
             announced,
             self._newest_kept,
             in_doubt=self.proven.knows_nothing(members),
@@ -242,6 +242,8 @@ class PositionSearch:
         may_step = set[str]().union(*(self._may_step(stage, target, by_few=few) for stage in stages))
         orders = list[SendMove]()
         for peer, member in sorted(members.items()):
+            if peer in self.failed_moves.doubted and target != START:
+                continue
             commit = target == member.prepared and peer in may_step
             if member.position != target and (commit or target in (START, *member.saved)):
                 orders.append(SendMove(peer, target, commit=commit))
@@ -253,7 +255,7 @@ class PositionSearch:
         `by_few`: also where they are less than half of it; see `best_position`.
         """
         agreeing = self._agreeing(stage, target)
-        return agreeing if by_few or self._is_made(target) or self._has_half(stage, agreeing) else set()
+        return agreeing if by_few or self._is_made(target) or self._has_half(stage, target, agreeing) else set()
 
     def _agreeing(self, stage: int, target: Position) -> Set[str]:
         """The members of a stage whose prepared mean for `target` counts.
@@ -261,22 +263,36 @@ class PositionSearch:
         If the step was made, its conductor had compared all digests, and that of most is right. If not, it is right
         where more than half of the stage have it.
         """
+
+        def settles(by: Set[str]) -> bool:
+            has_most = self.established.knows_of(stage) and self._part(stage, target, by) > 0.5
+            return has_most or self._is_made(target)
+
+        return agreeing_on(self._means(stage, target), self.established, settles)
+
+    def _means(self, stage: int, target: Position) -> Mapping[str, bytes]:
+        """The digests of the last means of a stage's members that led, or lead, to `target`."""
         judged = self._judgements()
         if judged.means is None:
             judged.means = means_by_target(self._roster.entries)
-        means = judged.means.get((stage, target), {})
-        return agreeing_on(means, self.established, lambda by: self._is_made(target) or self._most_know(stage, by))
+        return judged.means.get((stage, target), {})
 
-    def _has_half(self, stage: int, by: Set[str]) -> bool:
-        """True when these are half of the known members of a stage."""
-        return self._part(stage, by) >= 0.5
+    def _with_means(self, stage: int, step: int) -> set[str]:
+        """The members of a stage with a mean that led, or leads, to this step, of whatever lineage."""
+        members = self._roster.entries.items()
+        return {post for post, m in members if m.stage == stage and (m.prepared or m.position).step == step}
 
-    def _most_know(self, stage: int, by: Set[str]) -> bool:
-        """True when these are more than half of the known members of a stage."""
-        return self.established.knows_of(stage) and self._part(stage, by) > 0.5
+    def _has_half(self, stage: int, target: Position, by: Set[str]) -> bool:
+        """True when these are half of the known members of a stage; where none is known, of those with such a mean."""
+        return self._part(stage, target, by) >= 0.5
 
-    def _part(self, stage: int, by: Set[str]) -> float:
-        return self.established.part(stage, by, self._roster.entries)
+    def _part(self, stage: int, target: Position, by: Set[str]) -> float:
+        return self.established.part(stage, by, self._roster.entries, self._with_means(stage, target.step))
+
+    def _is_known(self, post: str) -> bool:
+        """True for a member that was part of the run; also where nobody who was is in its stage."""
+        stage, members = self._roster.entries[post].stage, self._roster.entries
+        return post in self.established or not self.established.has_any(stage, members)
 
     def _is_made(self, target: Position) -> bool:
         """True when the step to `target` was surely made, or ordered here."""

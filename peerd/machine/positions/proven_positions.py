@@ -98,12 +98,16 @@ class Established:
         present = {post for post in known if post in members}
         return 3 * len(claims & present) > len(present) if present else not known - self._moved_away(members)
 
-    def part(self, stage: int, posts: Set[str], members: Mapping[str, RosterEntry]) -> float:
-        """The part of the known members of a stage that `posts` are, dead ones included; where none is known, of those
-        that are there.
+    def part(self, stage: int, posts: Set[str], members: Collection[str], others: Set[str]) -> float:
+        """The part of the known members of a stage that `posts` are, dead ones included, but for those that serve
+        another stage now; where none is known, of `others`.
         """
-        known = self._of.get(stage, {}).keys() or {post for post, member in members.items() if member.stage == stage}
+        known = self._of.get(stage, {}).keys() - self._moved_away(members) or others
         return len(known & posts) / max(1, len(known))
+
+    def has_any(self, stage: int, members: Collection[str]) -> bool:
+        """True when a known member of the stage is there."""
+        return any(post in members for post in self._of.get(stage, ()))
 
     def _moved_away(self, members: Collection[str]) -> set[str]:
         """The posts that are not among the members any more while their peers are, with other posts."""

@@ -1,4 +1,4 @@
-"""Choice of the position a swarm goes on from: the newest that every stage can reach, and that is proven.
+"""PositionChoice of the position a swarm goes on from: the newest that every stage can reach, and that is proven.
 
 A member can reach what it holds, has prepared or has saved. Any peer can claim any position, ahead of the swarm's or
 behind it, in a lineage of its own making. So only proven positions count (`ProvenPositions`). Where a step was
@@ -26,8 +26,8 @@ class RecoveryKnowledge:
     holds: Callable[[int, Position, Set[str]], bool]  # do these members of a stage surely hold a proven state?
     may_step: Callable[[int, Position], Set[str]]  # the members of a stage whose prepared mean counts
     is_made: Callable[[Position], bool]  # was the step there surely made, and not only prepared?
-    has_half: Callable[[int, Set[str]], bool]  # are these half of the known members of a stage?
-    knows: Callable[[str], bool]  # was this member part of the run before?
+    has_half: Callable[[int, Position, Set[str]], bool]  # are these half of the known members of a stage?
+    knows: Callable[[str], bool]  # was this member, or nobody of its stage, part of the run before?
     announced: int  # the newest step believed of a peer out of reach, or of kept checkpoints
     kept: int = 0  # the newest proven step of which a keeper within reach keeps all states
     in_doubt: bool = False  # the conductor has no evidence of its own: claims that it cannot judge are waited for
@@ -36,14 +36,14 @@ class RecoveryKnowledge:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PositionChoice:
     """A position to go on from. `by_few`: a stage reaches it by the word of less than half of its known members."""
 
     position: Position
     by_few: bool = False
 
 
-def best_position(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntry]) -> Choice | None:
+def best_position(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntry]) -> PositionChoice | None:
     """Returns the newest position that every stage can reach, or None if there is no such position.
 
     A step that was perhaps not made counts by the word of half of each stage's known members, dead ones included: the
@@ -63,12 +63,12 @@ def best_position(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntr
     proven = {position for position in claimed if knowledge.proves(position)}
     newest = max((p.step for p in (claimed if knowledge.in_doubt else proven)), default=0)
     may_begin = all(claims) and (knowledge.forsaken or max(newest, knowledge.announced) < knowledge.first_save)
-    best: Choice | None = None  # by few
+    best: PositionChoice | None = None  # by few
     for position in sorted(proven | {START}, key=lambda p: (p.step, holders[p], p.lineage), reverse=True):
         if best is not None and position.step < best.position.step - 1:
             break  # it would cost more than a step
         if position == START:
-            choice = Choice(START) if may_begin else None
+            choice = PositionChoice(START) if may_begin else None
         else:
             choice = _choice(knowledge, members, position, claims)
         if choice is not None and best is None and position.step < knowledge.kept and not knowledge.forsaken:
@@ -84,7 +84,7 @@ def _choice(
     members: Mapping[str, RosterEntry],
     position: Position,
     claims: Sequence[Mapping[Position, Set[str]]],
-) -> Choice | None:
+) -> PositionChoice | None:
     """The position as one to go on from; None: a stage does not reach it, or by no word that counts."""
     reached_by = list[Set[str]]()
     for stage, claimed in enumerate(claims):
@@ -95,10 +95,12 @@ def _choice(
         if not by or not knowledge.holds(stage, position, by):
             return None
         reached_by.append(by)
-    if knowledge.is_made(position) or all(map(knowledge.has_half, range(knowledge.stages), reached_by)):
-        return Choice(position)
+    if knowledge.is_made(position) or all(
+        knowledge.has_half(stage, position, by) for stage, by in enumerate(reached_by)
+    ):
+        return PositionChoice(position)
     stepped = any(members[post].has(position) and knowledge.knows(post) for by in reached_by for post in by)
-    return Choice(position, by_few=True) if stepped else None
+    return PositionChoice(position, by_few=True) if stepped else None
 
 
 def unproven(knowledge: RecoveryKnowledge, members: Mapping[str, RosterEntry]) -> dict[Position, list[str]]:

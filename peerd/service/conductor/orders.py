@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 import msgspec
 import trio
 
-from peerd.core.bounded_dict import BoundedDict
-from peerd.core.errors import Refused, RemoteError, TooSlow
+from peerd.core.errors import Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_ROUND_DEADLINE_S, WAITS_CHARS
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import (
-    MAX_MEMBERS,
     Commit,
     GridRound,
     Mbs,
@@ -53,8 +51,7 @@ from peerd.service.rpc.rpc import Rpc
 log = logging.getLogger("peerd.service.conductor.orders")
 
 _TRANSFER_TIMEOUT_S = 10.0
-_MOVE_TIMEOUT_S = 60.0  # an optimizer step, or reading a checkpoint, of a state of a gigabyte,
-_DOUBLINGS = 5  # and twice as long for a member each time that it is not done by then: a state may be larger
+_MOVE_TIMEOUT_S = 60.0  # an optimizer step, or reading a checkpoint: who takes longer goes on, and says so when done
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,6 @@ class Orders:
         self.moved: Callable[[str, Position, Moved], None] = lambda post, target, answer: None  # of each commit
         self.solver: Worker | None = None  # without one, limits between pairs of peers are not counted
         self._attempts: dict[bytes, trio.CancelScope] = {}
-        self._slow = BoundedDict[str, int](MAX_MEMBERS)  # post -> moves in a row that took it too long
 
     def begin(self, nursery: trio.Nursery, orders: list[SendPrepare], reign: Reign) -> None:
         """Have all peers of these attempts average."""
@@ -179,24 +175,19 @@ class Orders:
 
     async def move(self, order: SendMove, reign: Reign) -> None:
         """Have one member commit or restore."""
-        position, kind, slow = None, Commit if order.commit else Restore, False
+        position, kind, began = None, Commit if order.commit else Restore, trio.current_time()
         body = kind(self._config.fingerprint, reign.term, order.target, stage_of(order.peer))
         method = "stage/5/commit" if order.commit else "stage/5/restore"
         try:
             peer = PeerId.parse(peer_of(order.peer))
-            answer = (await self._rpc.call(peer, method, body, Moved, timeout_s=self._move_limit_s(order.peer))).body
+            answer = (await self._rpc.call(peer, method, body, Moved, timeout_s=_MOVE_TIMEOUT_S)).body
             position = answer.position
-            self._slow.pop(order.peer, None)
             if order.commit:
                 self.moved(order.peer, order.target, answer)
         except RemoteError as error:
-            if slow := isinstance(error, TooSlow):
-                self._slow[order.peer] = self._slow.get(order.peer, 0) + 1
             log.warning("a member did not reach step %d: %s", order.target.step, error)
-        reign.tell(MoveEnded(order.peer, position, slow))
-
-    def _move_limit_s(self, post: str) -> float:
-        return _MOVE_TIMEOUT_S * 2.0 ** min(self._slow.get(post, 0), _DOUBLINGS)
+        slow = trio.current_time() - began >= _MOVE_TIMEOUT_S  # whatever the member says
+        reign.tell(MoveEnded(order.peer, position, slow=position is None and slow))
 
     async def transfer(self, order: SendTransfer, reign: Reign) -> None:
         """Have one member go to another stage; how that ends, the members' reports tell."""

@@ -19,6 +19,7 @@ import trio
 
 from peerd.compute.model.footprint import footprint, lacking
 from peerd.core.errors import PeerdError, Refused
+from peerd.core.model.stage_memory import StageFootprint
 from peerd.core.run.runfile import RunFile
 from peerd.machine.rebalance.ordered_moves import AGAIN_S
 from peerd.role import RoleContext
@@ -27,7 +28,8 @@ from peerd.service.run_services import RunServices
 from peerd.signals import Signal
 from peerd.training.stage.post import Post
 
-_SILENT_S: Final = 600.0  # in which nothing of the new stage's state comes: a state takes as long as its bytes do
+_READY_WITHIN_S: Final = 600.0  # for the new stage's state, beside what its bytes take,
+_SLOW_LINE_BYTES_PER_S: Final = 125e3  # on a line of 1 Mb/s
 _LOOK_S: Final = 5.0  # between looks at what has come
 _LAST_STEP_S: Final = 120.0  # for the step under way to end, once the new post serves
 
@@ -145,18 +147,24 @@ class Relocating:
 
     async def _settle(self, target: int) -> str | None:
         """Enter `target` and get ready there; returns what was in the way."""
+        most_s = _READY_WITHIN_S + (await self._size_of(target)).checkpoint_bytes / _SLOW_LINE_BYTES_PER_S
         try:
-            post = await self._member.enter(target)
+            with trio.move_on_after(most_s):
+                return await self._get_ready(await self._member.enter(target))
         except PeerdError as error:
             return str(error)
-        progress, since = post.progress, trio.current_time()
-        while not self._is_ready(target):
+        return f"its state did not come within {most_s:.0f} s"
+
+    async def _get_ready(self, post: Post) -> str | None:
+        """Wait until the conductor names the new post as ready; returns why it does not get there."""
+        received, since = post.catching_up.received_bytes, trio.current_time()
+        while not self._is_ready(post.stage):
             with trio.move_on_after(_LOOK_S):
                 await self._following.told.wait()
-            if progress != post.progress:
-                progress, since = post.progress, trio.current_time()
-            elif trio.current_time() - since >= _SILENT_S:
-                return f"nothing of its state came for {_SILENT_S:.0f} s"
+            if received != post.catching_up.received_bytes:
+                received, since = post.catching_up.received_bytes, trio.current_time()
+            elif trio.current_time() - since >= _READY_WITHIN_S:
+                return f"nothing of its state came for {_READY_WITHIN_S:.0f} s"
         return None
 
     async def _leave(self, source: int) -> bool:
@@ -186,9 +194,12 @@ class Relocating:
 
     async def _fits_beside(self, target: int) -> bool:
         """True when this machine has the memory for both posts."""
-        size = partial(footprint, self._run, target)
-        taken = await self._ctx.worker(self._ctx.device).run(size, name="see whether the stage fits")
+        taken = await self._size_of(target)
         return lacking(taken, self._ctx.device, self._run.limits.memory_gb * 1e9) is None
+
+    async def _size_of(self, stage: int) -> StageFootprint:
+        size = partial(footprint, self._run, stage)
+        return await self._ctx.worker(self._ctx.device).run(size, name="see whether the stage fits")
 
     # --- views ------------------------------------------------------------------------------------------------
 

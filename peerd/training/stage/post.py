@@ -83,11 +83,6 @@ class Post:
         self._complete = False
         self.announced = trio.Event()  # the directory has its record
 
-    @property
-    def progress(self) -> tuple[Position, int]:
-        """Its position, and the bytes that it has received to get there: another value shows that it gets on."""
-        return self.state.position, self.catching_up.received_bytes
-
     # --- life -------------------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

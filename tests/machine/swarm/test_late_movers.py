@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 from peerd.core.messages.swarm import Done
@@ -59,10 +58,10 @@ def test_the_only_member_of_a_stage_is_waited_for() -> None:
 
 def test_slow_devices_have_the_time_that_they_took_before() -> None:
     movers = LateMovers()
-    movers.begin(0.0, MEMBERS, MEMBERS, steps=True)
+    movers.begin(0.0, MEMBERS.items())
     for peer, at in zip("acbd", (1.0, 1.0, 1.5, 30.0), strict=True):
         movers.arrived(at, peer)
-    movers.begin(100.0, MEMBERS, MEMBERS, steps=True)
+    movers.begin(100.0, MEMBERS.items())
     assert movers.late(200.0, MEMBERS) == [], "nobody has arrived"
     for peer in "ac":
         movers.arrived(101.0, peer)
@@ -70,20 +69,3 @@ def test_slow_devices_have_the_time_that_they_took_before() -> None:
     assert movers.late(104.5, "bd") == ["b"]
     assert movers.late(189.0, "d") == []
     assert movers.late(190.0, "d") == ["d"]
-
-
-def test_members_that_nobody_knows_do_not_lengthen_the_wait_but_where_a_stage_has_no_other() -> None:
-    movers = LateMovers()
-    stages = {"a": 0, "b": 1, "x": 1, "y": 1}
-    movers.begin(0.0, stages, ["a", "b"], steps=False)
-    movers.arrived(1.0, "a")
-    movers.arrived(1.0, "x")
-    assert movers.due(["b", "y"]) == math.inf, "x is a stranger, and b is not"
-    movers.arrived(10.0, "b")
-    assert movers.late(30.0, ["y"]) == ["y"]
-    movers.begin(0.0, {"a": 0, "x": 1}, ["a"], steps=False)
-    movers.arrived(1.0, "a")
-    assert movers.due(["x"]) == math.inf, "its stage has nobody else"
-    movers.begin(0.0, {"a": 0, "x": 1}, ["a"], there=[1], steps=False)
-    movers.arrived(1.0, "a")
-    assert movers.due(["x"]) == 3.0

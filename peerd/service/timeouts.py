@@ -74,6 +74,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.service.conductor.duty._LOOK_FOR_S": AGAIN,
     "peerd.service.conductor.duty._LOOK_S": PAUSE,
     "peerd.service.conductor.duty._REFRESH_S": AGAIN,
+    "peerd.service.conductor.orders._MOVE_TIMEOUT_S": "a member that takes longer goes on, and says so when it is done",
     "peerd.service.conductor.orders._TRANSFER_TIMEOUT_S": SMALL,
     "peerd.service.conductor.placing._DIRECTORY_S": AGAIN,
     "peerd.service.conductor.rivals._ANSWER_S": SMALL,
