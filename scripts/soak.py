@@ -4,10 +4,8 @@
     python scripts/soak.py --minutes 2 --calm 1 --only c1_syn_and_reset,h4_declared_sizes
     python scripts/soak.py --json                   the report as one JSON object on the last line
 
-All samples are alike, so that every batch has one gradient, whoever brought its microbatches: plain torch can make the
-same steps without being told what was in them, while anything counted twice, left out or slipped in shows. Lines are
-limited, so that processor time is left for the attackers; these get only what nobody else wants, since real ones
-compute elsewhere.
+All samples are alike (`alike.py`): what was counted twice, left out or slipped in shows. Lines are limited, so that
+processor time is left for the attackers; these get only what nobody else wants, since real ones compute elsewhere.
 Linux only: memory is read from /proc, and every address in 127/8 is this machine's.
 """
 
@@ -31,20 +29,14 @@ from typing import Any, Final
 if __package__ in (None, ""):  # run as a script: this repository is beside it, not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-
-from peerd.compute.model.assemble import load_whole_model
-from peerd.compute.model.partition import whole_model
 from peerd.config import load_run
-from peerd.core.run.runfile import RunFile
+from scripts.alike import difference, write_text
 from scripts.peerd_process import PeerdProcess
 from scripts.waiting import eventually
 
 STAGES: Final = 2
 PER_STAGE: Final = 3
 TRAINERS: Final = 2
-CONTEXT: Final = 32
-PERIOD: Final = bytes(range(97, 97 + 26)) + b"ABCDEF"  # as long as a sample's step: all samples are alike
 GROWTH_MB: Final = 300
 SHARE: Final = 0.8
 TOLERANCE: Final = 1e-10
@@ -96,9 +88,7 @@ class Soak:
 
     def run_file(self, stage: int | None = None) -> Path:
         """The run as a peer of that stage has it."""
-        text = self.folder / "text.txt"
-        if not text.exists():
-            text.write_bytes(PERIOD * 500_000)
+        text = write_text(self.folder)
         file = self.folder / ("run.yaml" if stage is None else f"run-{stage}.yaml")
         file.write_text(RUN.format(text=text, mbit=self.line_mbit, stage="" if stage is None else f", stage: {stage}"))
         return file
@@ -186,6 +176,12 @@ class Soak:
         found = {each.name: each.status().get("faults") for each in self.honest}
         return {name: told for name, told in found.items() if told and told.get("count", 1)}
 
+    def replicas(self) -> list[dict[int, Path]]:
+        """For each replica the folders of its stages' peers."""
+        folders = {each.name: each.data_dir for each in self.honest}
+        stages = range(STAGES)
+        return [{s: folders[f"stage{STAGES * number + s}"] for s in stages} for number in range(PER_STAGE)]
+
     def stop(self) -> None:
         """Make all leave well; processes that do not are killed."""
         for each in reversed(self.honest):
@@ -197,45 +193,6 @@ class Soak:
             except subprocess.TimeoutExpired:
                 self.ended.append(f"{each.name} did not leave")
                 each.popen.kill()
-
-    def difference(self, run: RunFile) -> tuple[float, list[int]]:
-        """The largest relative difference of any tensor of any pair of peers from plain torch's, and at which steps."""
-        folders = {each.name: each.data_dir for each in self.honest}
-        found = []
-        for number in range(PER_STAGE):
-            names = [f"stage{STAGES * number + stage}" for stage in range(STAGES)]
-            found.append(load_whole_model(run, [next(folders[n].rglob(f"stage-{s}")) for s, n in enumerate(names)]))
-        plain, most, at = Plain(run), 0.0, []
-        for model, step in sorted(found, key=lambda pair: pair[1]):
-            expected = plain.at(step)
-            at.append(step)
-            for name, value in model.named_parameters():
-                apart = (value.detach() - expected[name]).norm() / expected[name].norm().clamp_min(1e-30)
-                most = max(most, float(apart))
-        return most, at
-
-
-class Plain:
-    """The same training in one process."""
-
-    def __init__(self, run: RunFile) -> None:
-        self._model = whole_model(run)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=run.optimizer.lr)
-        self._steps = 0
-        tokens = torch.tensor(list(PERIOD + PERIOD[:1]), dtype=torch.int64)
-        self._rows = torch.stack([tokens] * run.batch.target_samples)
-
-    def at(self, step: int) -> dict[str, torch.Tensor]:
-        """Parameters after so many steps; steps asked for rise."""
-        torch.set_num_threads(1)
-        while self._steps < step:
-            logits = self._model(self._rows[:, :-1])
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), self._rows[:, 1:].flatten())
-            self._optimizer.zero_grad()
-            loss.backward()
-            self._optimizer.step()
-            self._steps += 1
-        return {name: value.detach().clone() for name, value in self._model.named_parameters()}
 
 
 def measure(soak: Soak, options: argparse.Namespace) -> dict[str, Any]:
@@ -250,7 +207,7 @@ def measure(soak: Soak, options: argparse.Namespace) -> dict[str, Any]:
     after = soak.watch(options.calm * 60 / 2)
     calm, faults = (before + after) / 2, soak.faults()
     soak.stop()
-    difference, steps = soak.difference(load_run(soak.run_file()).run)
+    apart, steps = difference(load_run(soak.run_file()).run, soak.replicas())
     growth = {each.name: round(each.most_mb - each.start_mb) for each in soak.honest}
     return {
         "minutes": options.minutes,
@@ -261,13 +218,10 @@ def measure(soak: Soak, options: argparse.Namespace) -> dict[str, Any]:
         "share": hostile / calm if calm else 0.0,
         "ended": soak.ended,
         "memory_growth_mb": growth,
-        "largest_difference": difference,
+        "largest_difference": apart,
         "faults": faults,
         "attacks": attacks,
-        "met": not soak.ended
-        and hostile >= SHARE * calm
-        and max(growth.values()) <= GROWTH_MB
-        and difference <= TOLERANCE,
+        "met": not soak.ended and hostile >= SHARE * calm and max(growth.values()) <= GROWTH_MB and apart <= TOLERANCE,
     }
 
 

@@ -1,0 +1,71 @@
+"""Training on samples that are all alike: every batch has one gradient, whoever brought its microbatches.
+
+So plain torch can make a swarm's steps without being told what was in them, while anything that was counted twice, left
+out or slipped in shows. For the soak and the check of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from peerd.compute.model.assemble import load_whole_model
+from peerd.compute.model.partition import whole_model
+from peerd.core.run.runfile import RunFile
+
+PERIOD: Final = bytes(range(97, 97 + 26)) + b"ABCDEF"  # as long as a sample's step: all samples are alike
+CONTEXT: Final = len(PERIOD)
+
+
+def write_text(folder: Path) -> Path:
+    """The text to train on, which is made once."""
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_bytes(PERIOD * 500_000)
+    return text
+
+
+class Plain:
+    """The same training with SGD in one process, on one device."""
+
+    def __init__(self, run: RunFile, device: str = "cpu") -> None:
+        self._model = whole_model(run).to(device)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=run.optimizer.lr)
+        self._steps = 0
+        tokens = torch.tensor(list(PERIOD + PERIOD[:1]), dtype=torch.int64)
+        self._rows = torch.stack([tokens] * run.batch.target_samples).to(device)
+
+    def at(self, step: int) -> dict[str, Tensor]:
+        """Parameters after so many steps, on the CPU; steps asked for rise."""
+        torch.set_num_threads(1)
+        while self._steps < step:
+            logits = self._model(self._rows[:, :-1])
+            loss = cross_entropy(logits.flatten(0, 1), self._rows[:, 1:].flatten())
+            self._optimizer.zero_grad()
+            loss.backward()
+            self._optimizer.step()
+            self._steps += 1
+        return {name: value.detach().cpu().clone() for name, value in self._model.named_parameters()}
+
+
+def difference(run: RunFile, replicas: Sequence[Mapping[int, Path]], device: str = "cpu") -> tuple[float, list[int]]:
+    """The largest relative difference of any tensor of any replica from plain torch's, and at which steps.
+
+    `replicas`: for each stage, the folder in which its peer left a checkpoint.
+    """
+    found = []
+    for folders in replicas:
+        found.append(load_whole_model(run, [next(of.rglob(f"stage-{stage}")) for stage, of in sorted(folders.items())]))
+    plain, most, at = Plain(run, device), 0.0, []
+    for model, step in sorted(found, key=lambda pair: pair[1]):
+        expected = plain.at(step)
+        at.append(step)
+        for name, value in model.named_parameters():
+            apart = (value.detach() - expected[name]).norm() / expected[name].norm().clamp_min(1e-30)
+            most = max(most, float(apart))
+    return most, at

@@ -1,0 +1,317 @@
+"""A check of one GPU: codes, copies beside computing, exactness of a swarm on it, and its speed and memory.
+
+    python scripts/gpu_check.py                     all of it on the first CUDA device, in eight minutes at most
+    python scripts/gpu_check.py --device cpu        the same on the CPU, with a small model
+    python scripts/gpu_check.py --only codes,copies
+    python scripts/gpu_check.py --json              the report as one JSON object on the last line
+
+Two stages of two replicas, all processes of their own on one device, train in float64 and in float32; their parameters
+are compared with plain torch's on the same device. Speed and memory are those of two stages beside plain torch with
+the same model and batch. The exit code is 1 where something is wrong; speed and memory are figures, and fail nothing.
+It needs peerd installed (`pip install --no-deps -e .` beside a torch that is there) and Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+if __package__ in (None, ""):  # run as a script: this repository is beside it, not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import itertools
+
+import torch
+import yaml
+from torch.nn.functional import cross_entropy
+
+from peerd.compute.codec import frames
+from peerd.compute.codec.policy import CodingPlan
+from peerd.compute.kernels import ops, reference
+from peerd.compute.model.partition import whole_model
+from peerd.core.blockwise import CODES
+from peerd.core.decoders import convert
+from peerd.core.model.model_size import stage_sizes
+from peerd.core.run.runfile import RunFile
+from scripts.alike import CONTEXT, difference, write_text
+from scripts.peerd_process import PeerdProcess
+from scripts.waiting import eventually
+
+MOST_S: Final = 480.0  # for everything
+STAGES: Final = 2
+REPLICAS: Final = 2
+EXACT_STEPS: Final = 10
+EXACT: Final = {"float64": 1e-10, "float32": 1e-5}  # largest relative difference from plain torch
+LENGTHS: Final = (1, 63, 64, 65, 4_097, 1_000_003)
+MODELS: Final[dict[str, dict[str, int]]] = {
+    "cuda": {"d_model": 1024, "heads": 16, "layers": 8, "context": 512},
+    "cpu": {"d_model": 96, "heads": 3, "layers": 2, "context": 64},
+}
+MICROBATCHES: Final = 8
+WARM_STEPS: Final = 3
+VOCAB: Final = 256  # text is read as bytes
+
+
+class OutOfTime(Exception):
+    """What is left is not begun."""
+
+
+@dataclass
+class Swarm:
+    """Processes of one swarm on one device."""
+
+    folder: Path
+    device: str
+    deadline: float
+    peers: list[PeerdProcess] = field(default_factory=list)
+
+    def start(self, run: dict[str, Any], replicas: int) -> None:
+        """A backbone, `replicas` peers of each stage, and a trainer; returns when a step is made."""
+        backbone = self._peer("backbone", "backbone")
+        if not eventually(lambda: bool(backbone.addr()), self._left_s(60)):
+            raise OutOfTime(f"the backbone did not begin: see {backbone.log}")
+        entry = ("--bootstrap", backbone.addr(), "--device", self.device)
+        for number in range(STAGES * replicas):
+            file = self.folder / f"stage{number}.yaml"
+            file.write_text(yaml.safe_dump({**run, "limits": {"stage": number % STAGES}}))
+            self._peer(f"stage{number}", "join", "--role", "stage", "--model", str(file), *entry)
+        file = self.folder / "trainer.yaml"
+        file.write_text(yaml.safe_dump(run))
+        self._peer("trainer", "join", "--role", "trainer", "--model", str(file), "--log-level", "debug", *entry)
+        self.wait_for(1)
+
+    def _peer(self, name: str, *arguments: str) -> PeerdProcess:
+        found = PeerdProcess(name, self.folder, (*arguments, "--listen", "/ip4/127.0.0.1/tcp/0"))
+        self.peers.append(found)
+        return found
+
+    def _left_s(self, most_s: float) -> float:
+        return max(0.0, min(most_s, self.deadline - time.monotonic()))
+
+    def step_ends(self) -> list[float]:
+        """Moments at which the trainer's steps ended."""
+        return [event["time"] for event in self.peers[-1].events() if event["name"] == "trainer.stepped"]
+
+    def wait_for(self, steps: int) -> None:
+        if not eventually(lambda: len(self.step_ends()) >= steps, self._left_s(240)):
+            raise OutOfTime(f"step {steps} was not made: see the logs in {self.folder}")
+
+    def leave(self) -> None:
+        """Make all leave well: each keeps what it has."""
+        for each in reversed(self.peers):
+            each.popen.send_signal(signal.SIGINT)
+        for each in self.peers:
+            each.popen.wait(60)
+
+    def end(self) -> None:
+        for each in self.peers:
+            each.popen.kill()
+            each.popen.wait()
+
+    def replicas(self, count: int) -> list[dict[int, Path]]:
+        folders = {each.name: each.data_dir for each in self.peers}
+        return [{s: folders[f"stage{STAGES * number + s}"] for s in range(STAGES)} for number in range(count)]
+
+
+def run_file(text: Path, model: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    return {
+        "run": "gpu-check",
+        "seed": 11,
+        "model": model,
+        "pipeline": {"stages": STAGES, "microbatch": 4},
+        "optimizer": {"name": "sgd", "lr": 0.02},
+        "batch": {"target_samples": 4 * MICROBATCHES},
+        "data": {"path": str(text), "holdout": 0, "shuffle_buffer": 100},
+        "evaluate": {"every_steps": 0},
+        "checkpoint": {"every_steps": 50, "keep": 2},
+        **sections,
+    }
+
+
+# --- codes and copies ---------------------------------------------------------------------------------------------
+
+
+def codes(device: torch.device) -> dict[str, Any]:
+    """Every code and dtype, at even and odd lengths: bits on the device beside those of the reference on the CPU."""
+    wrong = []
+    for dtype in ops.DTYPES:
+        for length in LENGTHS:
+            values = torch.randn(length, generator=torch.Generator().manual_seed(length)).to(dtype)
+            for code, how in CODES.items():
+                expected = reference.quantize(values, code, how.block)
+                found = ops.best(device).quantize(values.to(device), code, how.block)
+                again = torch.empty(length, dtype=dtype, device=device)
+                torch.ops.peerd.dequantize_blockwise.out(*found, code, how.block, out=again)
+                back = reference.dequantize(*expected, code, how.block, torch.empty_like(values))
+                same = all(torch.equal(f.cpu(), e) for f, e in zip((*found, again), (*expected, back), strict=True))
+                wrong += [] if same else [f"{code} of {length} {dtype}"]
+    return {"implementation": " ".join(ops.described(device)).strip(), "wrong": wrong}
+
+
+def copies(device: torch.device) -> dict[str, Any]:
+    """Activations that are coded, and decoded, while the device computes: the bytes are those of the CPU."""
+    wrong, work = [], torch.randn(2048 if device.type == "cuda" else 128, device=device).outer
+    for number in range(20):
+        values = torch.randn(1_000_003, generator=torch.Generator().manual_seed(number))
+        plan = CodingPlan(("none", "int8", "dynamic8", "bf16")[number % 4], lossless=number % 8 >= 4)
+        made = values.to(device) * 1.0  # still being computed when it is coded
+        busy = work(torch.ones(2048 if device.type == "cuda" else 128, device=device))
+        for _ in range(10):
+            busy = busy @ busy * 1e-3
+        frame, expected = frames.encode(made, plan), frames.encode(values, plan)
+        same = bytes(frame.payload) == bytes(expected.payload)
+        back = frames.decode(frame, device=device)
+        same &= torch.equal(back.cpu(), frames.decode(expected))
+        wrong += [] if same else [str(plan)]
+    return {"wrong": wrong}
+
+
+# --- a swarm beside plain torch -----------------------------------------------------------------------------------
+
+
+def exact(folder: Path, device: str, deadline: float) -> dict[str, Any]:
+    """Two stages of two replicas beside plain torch on the device: the largest relative difference."""
+    found: dict[str, Any] = {}
+    for dtype in EXACT:
+        model = {"d_model": 64, "heads": 2, "layers": 2, "context": CONTEXT, "dtype": dtype}
+        of = folder / dtype
+        of.mkdir()
+        swarm, run = Swarm(of, device, deadline), run_file(write_text(folder), model)
+        try:
+            swarm.start(run, REPLICAS)
+            swarm.wait_for(EXACT_STEPS)
+            swarm.leave()
+            apart, steps = difference(convert(run, RunFile), swarm.replicas(REPLICAS), device)
+        finally:
+            swarm.end()
+        found[dtype] = {"largest_difference": apart, "steps": steps}
+    return found
+
+
+def speed(folder: Path, device: str, deadline: float) -> dict[str, Any]:
+    """Tokens a second and memory of two stages, beside plain torch with the same model and batch."""
+    model: dict[str, Any] = MODELS["cuda" if device.startswith("cuda") else "cpu"]
+    section = {"optimizer": {"name": "adamw", "lr": 1e-4}}
+    run = run_file(write_text(folder), model, **section, averaging={"code": "int8"})
+    parameters = [size.parameters for size in stage_sizes(convert(run, RunFile), VOCAB)]
+    plain = plain_torch(convert(run, RunFile), device)
+    swarm = Swarm(folder / "speed", device, deadline)
+    swarm.folder.mkdir()
+    try:
+        swarm.start(run, 1)
+        steps = WARM_STEPS + (20 if device.startswith("cuda") else 10)
+        swarm.wait_for(steps)
+        memory = [memory_bytes(peer.popen.pid, device) for peer in swarm.peers[1 : 1 + STAGES]]
+        ends = swarm.step_ends()[WARM_STEPS:steps]
+    finally:
+        swarm.end()
+    tokens_per_s = step_tokens(model) / median(b - a for a, b in itertools.pairwise(ends))
+    each = [b / count for b, count in zip(memory, parameters, strict=True) if b]
+    return {
+        "parameters": parameters,
+        "tokens_per_s": tokens_per_s,
+        "torch_tokens_per_s": plain["tokens_per_s"],
+        "over_torch": tokens_per_s / plain["tokens_per_s"],
+        "bytes_per_parameter": each,  # of a stage's process, with all that it holds beside
+        "torch_bytes_per_parameter": plain["bytes_per_parameter"],
+    }
+
+
+def step_tokens(model: dict[str, Any]) -> int:
+    return 4 * MICROBATCHES * int(model["context"])
+
+
+def plain_torch(run: RunFile, device: str) -> dict[str, float]:
+    """The same steps in one process: tokens a second, and peak bytes a parameter on a GPU (elsewhere 0)."""
+    cuda = device.startswith("cuda")
+    model = whole_model(run).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.optimizer.lr)
+    rows = torch.randint(VOCAB, (run.batch.target_samples, run.model.context + 1), device=device)
+    times = []
+    for _ in range(WARM_STEPS + 5):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        for samples in rows.chunk(MICROBATCHES):
+            out = model(samples[:, :-1])
+            (cross_entropy(out.flatten(0, 1), samples[:, 1:].flatten()) / MICROBATCHES).backward()
+        optimizer.step()
+        if cuda:
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    peak = torch.cuda.max_memory_allocated(device) if cuda else 0
+    tokens = run.batch.target_samples * run.model.context
+    return {"tokens_per_s": tokens / median(times[WARM_STEPS:]), "bytes_per_parameter": peak / count}
+
+
+def memory_bytes(pid: int, device: str) -> float:
+    """What a process holds of the GPU's memory by the driver's word, or of main memory; 0 where nobody says."""
+    if not device.startswith("cuda"):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    ask = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    told = subprocess.run(ask, capture_output=True, text=True, check=False).stdout if shutil.which(ask[0]) else ""
+    rows = [line.split(",") for line in told.splitlines() if line.count(",") == 1]
+    return next((float(mb) * (1 << 20) for one, mb in rows if one.strip() == str(pid) and mb.strip().isdigit()), 0.0)
+
+
+def measure(device: str, only: list[str], folder: Path) -> dict[str, Any]:
+    """All parts, as long as there is time."""
+    deadline, on = time.monotonic() + MOST_S, torch.device(device)
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "codes": lambda: codes(on),
+        "copies": lambda: copies(on),
+        "exact": lambda: exact(folder, device, deadline),
+        "speed": lambda: speed(folder, device, deadline),
+    }
+    name = torch.cuda.get_device_name(on) if on.type == "cuda" else "cpu"
+    report: dict[str, Any] = {"device": name, "torch": torch.__version__}
+    for part in only or parts:
+        began = time.monotonic()
+        try:
+            report[part] = parts[part]()
+        except OutOfTime as error:
+            report[part] = {"failed": str(error)}
+        report[part]["seconds"] = time.monotonic() - began
+        print(f"{part}: {report[part]}", file=sys.stderr)
+    report["met"] = all(is_met(part, report[part]) for part in only or parts)
+    return report
+
+
+def is_met(part: str, found: dict[str, Any]) -> bool:
+    if "failed" in found or found.get("wrong"):
+        return False
+    return part != "exact" or all(found[dtype]["largest_difference"] <= most for dtype, most in EXACT.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Check one GPU.")
+    parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu")
+    parser.add_argument("--only", default="", help="of codes, copies, exact and speed, with commas between")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    options = parser.parse_args()
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        print("torch sees no CUDA device here; --device cpu checks the same on the CPU", file=sys.stderr)
+        return 2
+    only = [part for part in options.only.split(",") if part]
+    if wrong := set(only) - {"codes", "copies", "exact", "speed"}:
+        parser.error(f"--only {', '.join(sorted(wrong))}: known are codes, copies, exact and speed")
+    with tempfile.TemporaryDirectory(prefix="peerd-gpu-check-") as folder:
+        report = measure(options.device, only, Path(folder))
+    print(json.dumps(report) if options.json else "\n".join(f"{name}: {value}" for name, value in report.items()))
+    return 0 if report["met"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
