@@ -37,6 +37,7 @@ _FEW_SHARE = 1 / 16  # is no more of the vector than this: each part costs both 
 _UNDER_WAY_S = 2.0  # and so long it takes at most; patience with a member must be longer
 _OWNERS_LEAST = 8  # parts for fewer are no larger: a stream's window is full before a large one has gone
 _NARROW = 0.5  # of what both ends' lines carry: a pair that carries more does not count
+_HELP_LEAST = 0.02  # of the vector
 _CRUMB = 1e-3  # of the largest share: less is not worth a call from every sender
 _ITEM_BYTES = {"float32": 4, "float64": 8}
 
@@ -269,10 +270,28 @@ def _rate(bytes_per_s: float) -> float | None:
     return min(max(bytes_per_s, LINE_BYTES_PER_S_MIN), LINE_BYTES_PER_S)
 
 
+def _hardly_helping(lines: tuple[MemberLine, ...], fractions: Mapping[str, float]) -> set[str]:
+    """The helpers of the smallest shares that together would sum less than `_HELP_LEAST` of the vector.
+
+    Everybody sends to each of them, and waits for the last, while the others could do it in no time.
+    """
+    found, together = set[str](), 0.0
+    for peer in sorted(
+        (line.peer for line in lines if line.mode is Mode.AUX), key=lambda peer: fractions.get(peer, 0.0)
+    ):
+        together += fractions.get(peer, 0.0)
+        if together >= _HELP_LEAST:
+            break
+        found.add(peer)
+    return found
+
+
 def _split(lines: tuple[MemberLine, ...], found: Shares, frame: Split) -> Split:
     """The split by these shares, without crumbs; a helper that has nothing to do is left out."""
     crumb = max(found.fractions.values()) * _CRUMB
-    fractions = proportional({peer: share for peer, share in found.fractions.items() if share >= crumb})
+    hardly = _hardly_helping(lines, found.fractions)
+    kept = {peer: share for peer, share in found.fractions.items() if share >= crumb and peer not in hardly}
+    fractions = proportional(kept)
     parties = tuple(
         Party(line.peer, line.mode.value, fractions.get(line.peer, 0.0))
         for line in lines

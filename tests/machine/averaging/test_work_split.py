@@ -74,6 +74,16 @@ def test_helpers_without_work_are_left_out() -> None:
     assert "helper" not in shares(lines(a=node(9 * MB), b=node(9 * MB), helper=node(1.0, "aux")).split(0, ("a", "b")))
 
 
+def test_helpers_that_would_sum_next_to_nothing_are_left_out() -> None:
+    members = {name: node(MB) for name in "abcd"}
+    narrow, wide = node(0.01 * MB, "aux"), node(2 * MB, "aux")
+    assert shares(lines(**members, narrow=narrow).split(0, tuple("abcd"))) == pytest.approx(dict.fromkeys("abcd", 0.25))
+    assert shares(lines(**members, narrow=narrow, wide=wide).split(0, tuple("abcd"))).keys() == {*"abcd", "wide"}
+    many = lines(**members, **{f"narrow{number}": narrow for number in range(40)})
+    helping = shares(many.split(0, tuple("abcd"))).keys() - set("abcd")
+    assert 30 < len(helping) < 40, "together they do more than that"
+
+
 def test_clients_alone_cannot_average() -> None:
     with pytest.raises(NoSplit):
         lines(a=node(MB, "client"), b=node(MB, "client")).split(0, ("a", "b"))
