@@ -40,8 +40,19 @@ class Standstill:
         if conductor.phase is not Phase.OPEN:
             return ""
         if begun:
-            return f"{sum(count for count, _ in begun.values())} microbatches that {named(sorted(begun))} began"
+            count = sum(count for count, _ in begun.values())
+            return f"{count} microbatches that {named(sorted(begun))} began{_unproven_stages(conductor)}"
         return f"trainers to begin microbatches: {len(due.entries)} of {due.capacity} are there"
+
+
+def _unproven_stages(conductor: Conductor) -> str:
+    """Text on stages whose members have never helped to make a step, while others have: perhaps they do nothing."""
+    established, found = conductor.search.established, list[str]()
+    for stage in conductor.roster.stages:
+        there = conductor.roster.at(stage, conductor.current)
+        if there and established.peers and not any(post in established for post in there):
+            found.append(f"stage {stage} has only {named(there)}, of which no step is known")
+    return "".join(f"; {text}" for text in found)
 
 
 def named(peers: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from peerd.core.messages.swarm import Done, Position
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.conductor.standstill import Standstill, named
 from peerd.machine.positions.phases import Phase
-from peerd.machine.swarm.events import ConductorConfig, MemberHello, SendPrepare, TrainerReport
+from peerd.machine.swarm.events import ConductorConfig, MemberGone, MemberHello, Origin, SendPrepare, TrainerReport
 
 START = Position(0, b"")
 
@@ -45,3 +45,19 @@ def test_who_does_not_average_is_waited_for_by_its_name() -> None:
 
 def test_many_names_are_counted() -> None:
     assert named(f"peer-number-{n}" for n in range(7)) == "…number-0, …number-1, …number-2, …number-3 and 3 others"
+
+
+def test_a_stage_that_newcomers_alone_serve_is_named() -> None:
+    """They may do nothing, while a trainer waits for them and is named for it."""
+    now = Position(3, b"now")
+    origin = Origin(own="a/0", established={"a/0": 0, "e/1": 1}, seen=[now])
+    made, still = Conductor(ConductorConfig(stages=2, microbatches=1), random.Random(1), 0.0, origin), Standstill()
+    for post in ("a/0", "e/1", "new/1"):
+        made.handle(0.0, MemberHello(post, int(post[-1]), 1, now, None, (), frozenset(), frozenset(), ()))
+    made.wake(10.0)
+    made.handle(10.0, TrainerReport("the-trainer", 3, (1,), ()))
+    still.look(10.0, made)
+    assert still.look(20.0, made) == "1 microbatches that …-trainer began"
+    made.handle(21.0, MemberGone("e/1"))
+    told = "1 microbatches that …-trainer began; stage 1 has only …new/1, of which no step is known"
+    assert still.look(31.0, made) == told
