@@ -167,6 +167,10 @@ def test_an_empty_section_means_its_defaults(file: Path) -> None:
             "run: x\nmodel: {dtype: float64, precision: bf16}",
             ["model.precision is bf16, which is for float32, but model.dtype is float64; allowed: full"],
         ),
+        (
+            "run: x\nmodel: {dtype: float64}\nlimits: {precision: fp16}",
+            ["limits.precision is fp16, which is for float32, but model.dtype is float64; allowed: full"],
+        ),
         ("run: x\nmodel: {d_model: 0}", ["line 2: model.d_model is 0; allowed: 1 to 65536"]),
         ("run: x\nmodel: {layers: 2}\npipeline: {stages: 3}", ["line 3: pipeline.stages is 3; allowed: 1 to"]),
         ("run: x\npipeline: {boundary: {code: int9}}", ["pipeline.boundary.code is int9", "did you mean int8?"]),

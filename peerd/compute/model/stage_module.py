@@ -59,7 +59,7 @@ class StageModule:
         self.device = torch.device(device)
         self.dtype = DTYPES[run.model.dtype]
         self.largest = math.inf  # of the values of one microbatch that are sent to other stages, or added to a sum
-        self._precision = Precision(run.model.precision, self.device)
+        self._precision = Precision(run.precision, self.device)
         self.first = stage == 0
         self.last = stage == run.pipeline.stages - 1
         self.step = 0  # global steps applied

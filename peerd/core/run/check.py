@@ -74,6 +74,8 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     need(1 <= m.layers <= 10_000, "model.layers", f"is {m.layers}; allowed: 1 to 10000")
     mixed = f"is {m.precision}, which is for float32, but model.dtype is {m.dtype}; allowed: full"
     need(m.precision == "full" or m.dtype == "float32", "model.precision", mixed)
+    own = f"is {run.limits.precision}, which is for float32, but model.dtype is {m.dtype}; allowed: full"
+    need(run.limits.precision in (None, "full") or m.dtype == "float32", "limits.precision", own)
     need(1 <= m.context <= 1 << 20, "model.context", f"is {m.context}; allowed: 1 to 1048576")
     if m.kind == "gpt":
         need(1 <= p.stages <= m.layers, "pipeline.stages", f"is {p.stages}; allowed: 1 to model.layers ({m.layers})")

@@ -105,6 +105,7 @@ _SECTIONS: Final[dict[str, dict[str, Between | Rule]]] = {
         (
             *("microbatches_in_flight", "stage", "data_cache_mb", "keep_totals", "activations_mb", "upload_mbit"),
             *("download_mbit", "relay", "threads", "nice", "memory_gb", "experts", "hours", "disk_gb", "trust"),
+            "precision",
         ),
         Rule.OWN,
     ),

@@ -198,6 +198,7 @@ class LimitsSection(Section, frozen=True):
     trust: list[str] = msgspec.field(default_factory=list)
     hours: str = ""  # of the day, by this machine's clock: 22:00-08:00, several with commas; empty: always
     disk_gb: float = 0.0  # of checkpoints, 10^9 bytes; 0: no limit, or LINE_DISK_GB where the run file came by a line
+    precision: Literal["full", "bf16", "fp16"] | None = None  # of this peer's computing; none: model.precision
 
     @property
     def stages(self) -> list[int]:
@@ -252,6 +253,11 @@ class RunFile(Section, frozen=True):
     limits: LimitsSection = LimitsSection()
     access: AccessSection = AccessSection()
     line: LineSection | None = None  # a run file of the user's own has none
+
+    @property
+    def precision(self) -> Literal["full", "bf16", "fp16"]:
+        """What this peer computes in (DeDLOC, section 4.1): others of its stage may compute in something else."""
+        return self.limits.precision or self.model.precision
 
 
 def disk_bytes(run: RunFile) -> int | None:
