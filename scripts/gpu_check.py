@@ -65,7 +65,7 @@ VOCAB: Final = 256  # text is read as bytes
 
 
 class OutOfTime(Exception):
-    """What is left is not begun."""
+    """The time is over: the other parts are not begun."""
 
 
 @dataclass
@@ -257,7 +257,7 @@ def plain_torch(run: RunFile, device: str) -> dict[str, float]:
 
 
 def memory_bytes(pid: int, device: str) -> float:
-    """What a process holds of the GPU's memory by the driver's word, or of main memory; 0 where nobody says."""
+    """Memory of a process: on the GPU, as the driver reports it (0 if it does not), or main memory."""
     if not device.startswith("cuda"):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     ask = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]

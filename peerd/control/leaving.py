@@ -40,7 +40,7 @@ class Leaving:
         scope.cancel()
 
     def until(self) -> float:
-        """The moment, by time.monotonic, before which the process is not to be ended; 0: there is none."""
+        """The moment, by time.monotonic, before which the process must not be ended; 0 if there is none."""
         return self._until
 
 

@@ -256,7 +256,7 @@ class RunFile(Section, frozen=True):
 
     @property
     def precision(self) -> Literal["full", "bf16", "fp16"]:
-        """What this peer computes in (DeDLOC, section 4.1): others of its stage may compute in something else."""
+        """The precision of this peer's computing (DeDLOC, section 4.1); others of its stage may use another."""
         return self.limits.precision or self.model.precision
 
 

@@ -85,7 +85,7 @@ def _choice(
     position: Position,
     claims: Sequence[Mapping[Position, Set[str]]],
 ) -> PositionChoice | None:
-    """The position as one to go on from; None: a stage does not reach it, or by no word that counts."""
+    """The position as one to go on from; None if not every stage reaches it by a word that counts."""
     reached_by = list[Set[str]]()
     for stage, claimed in enumerate(claims):
         claimed_by = claimed.get(position, set[str]())

@@ -189,9 +189,10 @@ class Post:
             return False
         if self._has_the_only_copy:
             self.finishing = f"writes step {self.step} of stage {self.stage}, which no other peer has"
+        step = self.step
         await self.state.save()
         with trio.move_on_after(math.inf if self.finishing else _LEAVE_PATIENCE_S):
-            await self.saving.written()
+            await self.saving.written(step)
         self.finishing = None
         await self.session.say_goodbye()
         return True
