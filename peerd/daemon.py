@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import signal
+import sys
+import threading
 import traceback
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,8 +32,6 @@ from peerd.control import memory_limit, socket
 from peerd.control.company import Company, CompanyWish
 from peerd.control.connectivity import Connectivity, ConnectivityConfig, relaying
 from peerd.control.guest import limits_told
-from peerd.control.leaving import DRAIN_S, LEAVE_S, STOP_S, Leaving
-from peerd.control.leaving import end_process_after as _end_process_after
 from peerd.control.open_hours import OpenHours
 from peerd.control.papers import PeerPapers
 from peerd.core.addr import parse_addr, parse_announced, peers_named, with_peer
@@ -52,7 +53,10 @@ from peerd.service.access import Access
 from peerd.service.peer_stack import PeerStack
 from peerd.service.run_services import RunServices
 
+LEAVE_S: Final = 6.5  # for roles to hand in what they hold
 WITHDRAW_S: Final = 1.0  # for the peers that keep our records to hear of it
+DRAIN_S: Final = 9.8  # after this the process ends, whatever still runs: a user who pressed Ctrl+C waits for it
+STOP_S: Final = 2.0  # the same after the second signal
 RESTART_PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)  # before each new try of a role that failed
 HEALTHY_S: Final = 60.0  # a role that ran this long starts again with the first pause
 WAITS_PERIOD_S: Final = 1.0  # how often a change in what roles wait for is looked for
@@ -148,7 +152,6 @@ class Daemon:
         self.rests = False  # it stops because its hours are over
         self._up = False
         self._drained = False
-        self._leaving = Leaving(self._tell_finishing)
 
     def stop(self, reason: str) -> None:
         """Ask for an orderly end; repeated asking changes nothing."""
@@ -298,7 +301,7 @@ class Daemon:
         self.stop(f"role {held.cls.name} failed")
 
     async def _leave(self) -> None:
-        """Let every living role hand in what it holds, all at once, within LEAVE_S, or as long as one says why not."""
+        """Let every living role hand in what it holds, all at once, within LEAVE_S."""
 
         async def leave(held: _Held, role: Role) -> None:
             failure = await _failure_of(role.leave)
@@ -307,26 +310,14 @@ class Daemon:
             held.state = "left"
 
         self._log.event("daemon.stopping", why=self._stop_reason)
-        async with trio.open_nursery() as watch:
-            with trio.CancelScope() as limit:
-                watch.start_soon(self._leaving.limit, limit, self._finishing)
-                async with trio.open_nursery() as nursery:
-                    for held in self._held:
-                        if held.role is not None and held.state == "running":
-                            nursery.start_soon(leave, held, held.role)
-            watch.cancel_scope.cancel()
+        with trio.move_on_after(LEAVE_S) as limit:
+            async with trio.open_nursery() as nursery:
+                for held in self._held:
+                    if held.role is not None and held.state == "running":
+                        nursery.start_soon(leave, held, held.role)
         if limit.cancelled_caught:
             late = [held.cls.name for held in self._held if held.state == "running"]
             self._log.event("role.left_late", level="warn", roles=late, after_s=LEAVE_S)
-
-    def _finishing(self) -> list[str]:
-        """The reasons that roles, which leave, need longer, each a sentence."""
-        roles = [held.role for held in self._held if held.state == "running"]
-        return [why for role in roles if isinstance(why := getattr(role, "finishing", None), str)]
-
-    def _tell_finishing(self, why: str) -> None:
-        say(f"{why}: once more to stop without it")
-        self._log.event("role.finishing", why=why)
 
     def _keep_traceback(self, failure: Exception) -> None:
         if isinstance(failure, ConfigError):
@@ -430,7 +421,7 @@ class Daemon:
             if self._up and (self.rests or not self._stopping.is_set()):
                 self.rests = False
                 say("stopping; once more to stop at once")
-                _end_process_after(DRAIN_S, lambda: 0 if self._drained else 1, self._leaving.until)
+                _end_process_after(DRAIN_S, lambda: 0 if self._drained else 1)
                 self.stop(name)
                 continue
             if self._up:
@@ -472,6 +463,20 @@ def _is_expected(error: Exception) -> bool:
 def say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         print(text, flush=True)
+
+
+def _end_process_after(delay_s: float, code: Callable[[], int]) -> None:
+    """End the process after `delay_s`, as promised to the user that pressed Ctrl+C, even when a job on the device does
+    not end.
+    """
+
+    def end() -> None:
+        sys.stderr.write("peerd: something did not stop in time; ending the process\n")
+        os._exit(code())
+
+    timer = threading.Timer(delay_s, end)
+    timer.daemon = True
+    timer.start()
 
 
 def best_addr(addrs: Sequence[str]) -> str:

@@ -77,8 +77,7 @@ class Role(Protocol):
 
     async def leave(self) -> None:
         """Stop taking new work and hand in what is finished; called once before `run` is cancelled, under the
-        daemon's deadline (a few seconds). A role with an attribute `finishing`, a sentence on what must not be lost,
-        has longer while that is not None."""
+        daemon's deadline (a few seconds)."""
         ...
 
     def status(self) -> dict[str, object]:

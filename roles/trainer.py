@@ -153,11 +153,6 @@ class TrainerRole:
             await self.replica.leave()
         await self._contributor.say_goodbye()
 
-    @property
-    def finishing(self) -> str | None:
-        """The reason that leaving takes longer; None: nothing does."""
-        return self.replica.finishing if self.replica is not None else None
-
     def status(self) -> dict[str, object]:
         replica = {"replica": self.replica.status()} if self.replica is not None else {}
         experts = {"experts": self._flights.status()} if self._flights is not None else {}

@@ -120,7 +120,7 @@ async def peer(home: Path, *roles: type[Any]) -> AsyncIterator[Peer]:
 @pytest.fixture(autouse=True)
 def _no_hard_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last resort would end the test process."""
-    monkeypatch.setattr(daemon, "_end_process_after", lambda *_: None)
+    monkeypatch.setattr(daemon, "_end_process_after", lambda delay_s, code: None)
 
 
 async def test_a_signal_lets_roles_leave_before_they_are_cancelled(
@@ -255,29 +255,6 @@ async def test_a_role_that_does_not_leave_is_not_waited_for_long(
         assert trio.current_time() - before < daemon.DRAIN_S
     assert one.error is None
     assert "role.left_late" in one.names()
-
-
-async def test_a_role_that_writes_the_last_copy_of_something_is_waited_for(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Writes(Quiet):
-        name = "writes"
-        finishing: str | None = None
-
-        async def leave(self) -> None:
-            self.finishing = "writes step 7 of stage 0, which no other peer has"
-            await trio.sleep(100)
-            self.finishing = None
-            self.happened.append("left")
-
-    async with peer(tmp_path, Writes) as one:
-        await trio.sleep(1)
-        await one.press.send(signal.SIGINT)
-        await one.ended.wait()
-    assert one.error is None
-    assert "left" in Writes.happened
-    assert "role.left_late" not in one.names()
-    assert "writes step 7 of stage 0, which no other peer has: once more to stop without it" in capsys.readouterr().out
 
 
 async def test_a_second_signal_stops_at_once(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:

@@ -117,35 +117,6 @@ async def test_who_leaves_hands_over_without_a_redo(tmp_path: Path, autojump_clo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("alone", [True, False])
-async def test_leaving_waits_for_a_slow_disk_where_nobody_else_has_the_state(
-    tmp_path: Path, autojump_clock: MockClock, run: RunFile, monkeypatch: pytest.MonkeyPatch, alone: bool
-) -> None:
-    async with swarm(tmp_path / "peers") as s:
-        peers, _ = await pipeline(s, run, 3)
-        await reaches(s, peers[0], 3)
-        of = {stage: [peer for peer in peers if peer.role.stage == stage] for stage in (0, 1)}
-        goes = min(of.values(), key=len)[0] if alone else max(of.values(), key=len)[0]
-        write, said = goes.role.posts[0].saving.save, list[str | None]()
-
-        async def slowly(*state: Any) -> None:
-            await trio.sleep(60.0)
-            said.append(goes.role.finishing)
-            await write(*state)
-
-        monkeypatch.setattr(goes.role.posts[0].saving, "save", slowly)
-        began = trio.current_time()
-        await goes.role.leave()
-        took_s = trio.current_time() - began
-        if not alone:
-            assert took_s < 9.0, "others have it"
-        else:
-            assert took_s >= 60.0
-            assert f"of stage {goes.role.stage}, which no other peer has" in str(said[-1])
-            assert goes.role.finishing is None
-
-
-@pytest.mark.slow
 async def test_a_broken_checkpoint_is_named(
     tmp_path: Path, autojump_clock: MockClock, ended: tuple[RunFile, Path]
 ) -> None:

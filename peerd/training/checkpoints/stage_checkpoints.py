@@ -75,11 +75,9 @@ class Saving:
         self._waiting = position, state
         self._tell()
 
-    async def written(self, step: int | None = None) -> None:
-        """Wait until all queued checkpoints are written, or one of `step` or later: further ones may keep coming."""
+    async def written(self) -> None:
+        """Wait until all queued checkpoints are written."""
         while self._waiting is not None or self._writing is not None:
-            if step is not None and any(position.step >= step for position in self.positions):
-                return
             await self._news.wait()
 
     async def run(self) -> None:

@@ -81,11 +81,6 @@ class StageMember:
             for held in self._held.values():
                 nursery.start_soon(self._end, held)
 
-    @property
-    def finishing(self) -> str | None:
-        """The reason that leaving takes longer; None: nothing does."""
-        return next((post.finishing for post in self.posts if post.finishing), None)
-
     async def enter(self, stage: int) -> Post:
         """Serve `stage`, too, from now on; LocalError when this process does so already."""
         assert self._nursery is not None

@@ -9,7 +9,6 @@ serves and offers nothing any more.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -82,7 +81,6 @@ class Post:
         self._leaving = False
         self._waits_for: str | None = "the stage to be built"
         self._complete = False
-        self.finishing: str | None = None  # the reason that leaving takes longer
         self.announced = trio.Event()  # the directory has its record
 
     # --- life -------------------------------------------------------------------------------------------------
@@ -187,21 +185,11 @@ class Post:
         if not may_go():
             self._leaving = False
             return False
-        if self._has_the_only_copy:
-            self.finishing = f"writes step {self.step} of stage {self.stage}, which no other peer has"
-        step = self.step
         await self.state.save()
-        with trio.move_on_after(math.inf if self.finishing else _LEAVE_PATIENCE_S):
-            await self.saving.written(step)
-        self.finishing = None
+        with trio.move_on_after(_LEAVE_PATIENCE_S):
+            await self.saving.written()
         await self.session.say_goodbye()
         return True
-
-    @property
-    def _has_the_only_copy(self) -> bool:
-        """True where no other member of the stage has the current state, by the conductor's last list."""
-        own = self._ctx.host.id.text
-        return not any(m.ready and m.stage == self.stage and m.peer != own for m in self.members)
 
     # --- as its parts see it ----------------------------------------------------------------------------------
 
