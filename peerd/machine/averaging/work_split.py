@@ -289,7 +289,7 @@ def _hardly_helping(lines: tuple[MemberLine, ...], fractions: Mapping[str, float
 def _split(lines: tuple[MemberLine, ...], found: Shares, frame: Split) -> Split:
     """The split by these shares, without crumbs; a helper that has nothing to do is left out."""
     crumb = max(found.fractions.values()) * _CRUMB
-    hardly = _hardly_helping(lines, found.fractions)
+    hardly = set[str]() if frame.pairs else _hardly_helping(lines, found.fractions)  # pairs may need any of them
     kept = {peer: share for peer, share in found.fractions.items() if share >= crumb and peer not in hardly}
     fractions = proportional(kept)
     parties = tuple(

@@ -79,6 +79,9 @@ def test_helpers_that_would_sum_next_to_nothing_are_left_out() -> None:
     narrow, wide = node(0.01 * MB, "aux"), node(2 * MB, "aux")
     assert shares(lines(**members, narrow=narrow).split(0, tuple("abcd"))) == pytest.approx(dict.fromkeys("abcd", 0.25))
     assert shares(lines(**members, narrow=narrow, wide=wide).split(0, tuple("abcd"))).keys() == {*"abcd", "wide"}
+    pairs = lines(**members, narrow=narrow)
+    pairs.limit_pairs({("a", "b"): 1e4})
+    assert "narrow" in shares(pairs.split(0, tuple("abcd"))), "the linear programme may need it"
     many = lines(**members, **{f"narrow{number}": narrow for number in range(40)})
     helping = shares(many.split(0, tuple("abcd"))).keys() - set("abcd")
     assert 30 < len(helping) < 40, "together they do more than that"
