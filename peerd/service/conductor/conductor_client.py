@@ -133,7 +133,9 @@ class ConductorClient:
         self.members = known = self.directory.learn_members(members)
         ready = {post_name(m.peer, m.stage): m.stage for m in known if m.ready and m.helped}
         stages = set(ready.values())  # of the others, and while a new conductor gathers, the list before counts
-        self.established = {p: s for p, s in self.established.items() if s not in stages} | ready
+        late = {post_name(m.peer, m.stage) for m in known}  # members that lag behind stay known
+        kept = {p: s for p, s in self.established.items() if s not in stages or p in late}
+        self.established = kept | ready
         helped = self._helped | {m.peer for m in known if m.helped}  # a new conductor does not know it at first
         self._helped = helped & set(map(peer_of, self.established))
         self.told.notify()

@@ -407,22 +407,25 @@ class RememberingSwarm(Swarm):
 
     def __init__(self, seed: int, delayed: bool = False) -> None:
         self.established: dict[str, int] = {}
-        self.have_helped: set[str] = set()
         super().__init__(seed, delayed)
+
+    def happen(self, faults: bool) -> None:
+        super().happen(faults)
+        self.note_list()
+
+    def note_list(self) -> None:
+        """Remember the members of the conductor's list, as `ConductorClient.note_members` does."""
+        members = self.conductor.members()
+        ready = {m.peer: m.stage for m in members if m.ready and m.helped}
+        stages, here = set(ready.values()), {m.peer for m in members}
+        kept = {peer: stage for peer, stage in self.established.items() if stage not in stages or peer in here}
+        self.established = kept | ready
 
     def origin(self) -> Origin:
         own = min((m for m in self.members.values() if m.stage == 0), key=lambda m: m.session, default=None)
         if own is None:
             return Origin()
-        ready = {m.peer: m.stage for m in self.conductor.members() if m.ready and m.helped}
-        stages = set(ready.values())
-        self.established = {peer: stage for peer, stage in self.established.items() if stage not in stages} | ready
         return Origin(own=own.name, established=self.established, seen=own.seen)
 
     def is_believed(self, m: Member) -> bool:
-        return m.name in self.have_helped
-
-    def move(self, m: Member, call: SendMove) -> None:
-        super().move(m, call)
-        if call.commit and m.position == call.target:
-            self.have_helped.add(m.name)
+        return m.name in self.established
