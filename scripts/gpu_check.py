@@ -135,7 +135,7 @@ def run_file(text: Path, model: dict[str, Any], **sections: Any) -> dict[str, An
         "batch": {"target_samples": 4 * MICROBATCHES},
         "data": {"path": str(text), "holdout": 0, "shuffle_buffer": 100},
         "evaluate": {"every_steps": 0},
-        "checkpoint": {"every_steps": 50, "keep": 2},
+        "checkpoint": {"every_steps": 1, "keep": 4},  # peers leave one after the other, some a step later
         **sections,
     }
 
