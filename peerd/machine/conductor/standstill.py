@@ -11,6 +11,7 @@ from typing import Final
 
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.positions.phases import Phase
+from peerd.machine.swarm.posts import peer_of
 
 _PATIENCE_S: Final = 10.0
 _NAMED: Final = 4  # of the peers that are waited for; the others are counted
@@ -51,7 +52,9 @@ def _unproven_stages(conductor: Conductor) -> str:
     for stage in conductor.roster.stages:
         there = conductor.roster.at(stage, conductor.current)
         if there and established.peers and not any(post in established for post in there):
-            found.append(f"stage {stage} has only {named(there)}, of which no step is known")
+            found.append(
+                f"stage {stage} has only {named(map(peer_of, there))}, which has not helped to make a step yet"
+            )
     return "".join(f"; {text}" for text in found)
 
 

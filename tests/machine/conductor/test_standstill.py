@@ -59,5 +59,5 @@ def test_a_stage_that_newcomers_alone_serve_is_named() -> None:
     still.look(10.0, made)
     assert still.look(20.0, made) == "1 microbatches that …-trainer began"
     made.handle(21.0, MemberGone("e/1"))
-    told = "1 microbatches that …-trainer began; stage 1 has only …new/1, of which no step is known"
+    told = "1 microbatches that …-trainer began; stage 1 has only …new, which has not helped to make a step yet"
     assert still.look(31.0, made) == told
