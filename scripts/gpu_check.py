@@ -1,6 +1,6 @@
 """A check of one GPU: codes, copies beside computing, exactness of a swarm on it, and its speed and memory.
 
-    python scripts/gpu_check.py                     all of it on the first CUDA device, in eight minutes at most
+    python scripts/gpu_check.py                     all of it on the first CUDA device, in some eight minutes at most
     python scripts/gpu_check.py --device cpu        the same on the CPU, with a small model
     python scripts/gpu_check.py --only codes,copies
     python scripts/gpu_check.py --json              the report as one JSON object on the last line
@@ -113,7 +113,10 @@ class Swarm:
         for each in reversed(self.peers):
             each.popen.send_signal(signal.SIGINT)
         for each in self.peers:
-            each.popen.wait(60)
+            try:
+                each.popen.wait(60)
+            except subprocess.TimeoutExpired:
+                raise OutOfTime(f"{each.name} did not leave: see {each.log}") from None
 
     def end(self) -> None:
         for each in self.peers:
