@@ -2,7 +2,7 @@
 
 After a second failure their word on where they could go does not count for a while, longer each time: else one peer
 that says it has a state would hold up a swarm that could go on from an older one. A member that is only slow has more
-tries: each of them has twice as long. Where they say that they stand still counts.
+tries. Where they say that they stand still counts.
 Times are arguments, in seconds. Hostile input: any claims; so many posts are remembered as a run has members.
 """
 

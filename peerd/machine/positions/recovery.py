@@ -1,4 +1,4 @@
-"""PositionChoice of the position a swarm goes on from: the newest that every stage can reach, and that is proven.
+"""Choice of the position a swarm goes on from: the newest that every stage can reach, and that is proven.
 
 A member can reach what it holds, has prepared or has saved. Any peer can claim any position, ahead of the swarm's or
 behind it, in a lineage of its own making. So only proven positions count (`ProvenPositions`). Where a step was
