@@ -1,4 +1,4 @@
-"""Training on samples that are all alike: every batch has one gradient, whoever brought its microbatches.
+"""Training on samples that are all alike: every batch then has the same gradient.
 
 So plain torch can make a swarm's steps without being told what was in them, while anything that was counted twice, left
 out or slipped in shows. For the soak and the check of a GPU.

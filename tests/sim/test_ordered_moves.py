@@ -43,7 +43,7 @@ def run_of(tmp_path: Path, **pipeline: Any) -> RunFile:
 async def lopsided(roles: Roles, network: Program | None = None, thinned: int | None = None) -> AsyncIterator[World]:
     """Six peers in two stages and a trainer; all but one of a stage were killed after the first step.
 
-    `thinned`: that stage; None: the one with fewer peers. Peers of stage 0 conduct.
+    `thinned`: the stage that loses peers; by default the one with fewer. Peers of stage 0 conduct.
     """
     async with pipeline_world(roles, 6, "trainer", seed=1, network=network, step=1) as world:
         for name in roles.serving(weak(roles) if thinned is None else thinned)[1:]:

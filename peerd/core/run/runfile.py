@@ -198,7 +198,7 @@ class LimitsSection(Section, frozen=True):
     trust: list[str] = msgspec.field(default_factory=list)
     hours: str = ""  # of the day, by this machine's clock: 22:00-08:00, several with commas; empty: always
     disk_gb: float = 0.0  # of checkpoints, 10^9 bytes; 0: no limit, or LINE_DISK_GB where the run file came by a line
-    precision: Literal["full", "bf16", "fp16"] | None = None  # of this peer's computing; none: model.precision
+    precision: Literal["full", "bf16", "fp16"] | None = None  # in which this peer computes; default: model.precision
 
     @property
     def stages(self) -> list[int]:

@@ -115,7 +115,7 @@ class PrepareEnded:
 
 @dataclass(frozen=True, slots=True)
 class MoveEnded:
-    """A member's answer to SendMove; None: it failed. `slow`: it did not answer in time, and may still get there."""
+    """A member's answer to SendMove, with None if it failed. A `slow` member was not in time, and may still arrive."""
 
     peer: str
     position: Position | None
