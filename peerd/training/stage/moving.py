@@ -147,8 +147,9 @@ class Relocating:
 
     async def _settle(self, target: int) -> str | None:
         """Enter `target` and get ready there; returns what was in the way."""
-        most_s = _READY_WITHIN_S + (await self._size_of(target)).checkpoint_bytes / _SLOW_LINE_BYTES_PER_S
         try:
+            size = await self._size_of(target)
+            most_s = _READY_WITHIN_S + size.checkpoint_bytes / _SLOW_LINE_BYTES_PER_S
             with trio.move_on_after(most_s):
                 return await self._get_ready(await self._member.enter(target))
         except PeerdError as error:
