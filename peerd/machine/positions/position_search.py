@@ -97,7 +97,8 @@ class PositionSearch:
 
     def begin(self, now: float) -> None:
         """Members are gathered once more."""
-        self._broken_since, self._was_over, self._few_since = None, False, math.inf
+        self._broken_since, self._was_over = None, False
+        self._few_since, self._had_few = math.inf, False
         self._gathering.begin(now)
 
     def arrived(self, position: Position) -> None:
