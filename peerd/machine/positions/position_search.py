@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -288,7 +289,8 @@ class PositionSearch:
         return self._part(stage, target, by) >= 0.5
 
     def _part(self, stage: int, target: Position, by: Set[str]) -> float:
-        return self.established.part(stage, by, self._roster.entries, self._with_means(stage, target.step))
+        others = partial(self._with_means, stage, target.step)
+        return self.established.part(stage, by, self._roster.entries, others)
 
     def _is_known(self, post: str) -> bool:
         """True for a member that was part of the run; also where nobody who was is in its stage."""

@@ -98,11 +98,11 @@ class Established:
         present = {post for post in known if post in members}
         return 3 * len(claims & present) > len(present) if present else not known - self._moved_away(members)
 
-    def part(self, stage: int, posts: Set[str], members: Collection[str], others: Set[str]) -> float:
+    def part(self, stage: int, posts: Set[str], members: Collection[str], others: Callable[[], Set[str]]) -> float:
         """The part of the known members of a stage that `posts` are, dead ones included, but for those that serve
         another stage now; where none is known, of `others`.
         """
-        known = self._of.get(stage, {}).keys() - self._moved_away(members) or others
+        known = self._of.get(stage, {}).keys() - self._moved_away(members) or others()
         return len(known & posts) / max(1, len(known))
 
     def has_any(self, stage: int, members: Collection[str]) -> bool:
