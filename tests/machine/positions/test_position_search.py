@@ -28,6 +28,15 @@ def search(*hellos: MemberHello, own: str = "a") -> PositionSearch:
     return PositionSearch(CONFIG, Origin(own=own), roster, Course(), 0.0)
 
 
+def heard(*others: MemberHello) -> PositionSearch:
+    """The search of a conductor that knows two members of stage 0, and four of stage 1, and hears of these."""
+    before = {"a/0": 0, "b/0": 0} | dict.fromkeys(("c/1", "d/1", "e/1", "f/1"), 1)
+    roster = Roster(2)
+    for one in others:
+        roster.enter(one)
+    return PositionSearch(CONFIG, Origin(own="a/0", established=before, seen=[OLD]), roster, Course(), 0.0)
+
+
 def stand(made: PositionSearch, position: Position) -> None:
     """All have gone there."""
     made._course.move(position, [], commits=False)
@@ -51,14 +60,6 @@ def test_members_restore_what_they_saved_and_commit_what_they_prepared() -> None
 
 def test_a_sum_that_few_of_its_stage_have_is_not_stepped_with_unless_the_step_was_made() -> None:
     """A liar may have sent one member another sum; who compared them is gone, and the others are late."""
-    before = {"a/0": 0, "b/0": 0} | dict.fromkeys(("c/1", "d/1", "e/1", "f/1"), 1)
-
-    def heard(*others: MemberHello) -> PositionSearch:
-        roster = Roster(2)
-        for one in others:
-            roster.enter(one)
-        return PositionSearch(CONFIG, Origin(own="a/0", established=before, seen=[OLD]), roster, Course(), 0.0)
-
     first = [hello(post, OLD, prepared=NOW, digest=b"0") for post in ("a/0", "b/0")]
     sums = {"c/1": b"poisoned", "d/1": b"sum", "e/1": b"sum"}
     stage = [hello(post, OLD, stage=1, prepared=NOW, digest=digest) for post, digest in sums.items()]
@@ -94,14 +95,6 @@ def test_a_sum_that_few_have_is_stepped_with_where_going_back_costs_more_than_a_
 
 
 def test_a_member_that_says_it_has_stepped_vouches_for_no_stage_of_which_half_is_away() -> None:
-    before = {"a/0": 0, "b/0": 0} | dict.fromkeys(("c/1", "d/1", "e/1", "f/1"), 1)
-
-    def heard(*others: MemberHello) -> PositionSearch:
-        roster = Roster(2)
-        for one in others:
-            roster.enter(one)
-        return PositionSearch(CONFIG, Origin(own="a/0", established=before, seen=[OLD]), roster, Course(), 0.0)
-
     first = [hello(post, OLD, prepared=NOW, digest=b"0") for post in ("a/0", "b/0")]
     liar = hello("c/1", NOW, stage=1, digest=b"poisoned", saved=(OLD,))
     late = [hello(post, OLD, stage=1, prepared=NOW, digest=b"sum") for post in ("d/1", "e/1")]
