@@ -12,15 +12,12 @@ from typing import ClassVar
 
 import trio
 
-from peerd.compute.codec.error_feedback import feedback_of
-from peerd.core.errors import ProtocolViolation, Refused
-from peerd.core.messages.swarm import Mbs, MemberAnswer, Position, Prepare, Prepared
+from peerd.core.messages.swarm import MemberAnswer, Position, Prepare, Prepared
 from peerd.core.run.runfile import RunFile
-from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
-from peerd.machine.averaging.stats import explained
 from peerd.role import RoleContext
 from peerd.service.pipeline.stage_calls import StageHandlers
 from peerd.service.rpc.rpc import Answer, Incoming
+from peerd.training.helper_rounds import HelperRounds
 from peerd.training.stage.line_info import own_line
 from peerd.training.stage.session import ConductorSession, PostReport
 
@@ -38,8 +35,7 @@ class AuxRole:
         self._run: RunFile = ctx.run
         self._following = self._services.following
         self._averaging = self._services.averaging
-        self._worker = ctx.worker("coding")
-        self._coder = feedback_of(ctx.run.averaging)
+        self._rounds = HelperRounds(ctx, ctx.worker("coding"))
         self._busy_s = 0.0
         self._tally = self._services.tally("aux", ctx.data_dir / "contributed.json", ctx.worker("files"))
         self._session: ConductorSession | None = None  # of the stage that is helped now
@@ -113,24 +109,9 @@ class AuxRole:
 
     async def _prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
         """Sum our share of one round, of both sums if it has two; we hold no gradient and keep no mean."""
-        body = call.body
-        averaging, began = self._run.averaging, self._ctx.clock.now()
-        try:
-            plan = AveragingPlan.of(body, averaging.part_bytes, averaging.sender_timeout_s)
-        except ValueError as error:
-            raise ProtocolViolation(str(error), call.peer) from None
-        if self._ctx.host.id.text in plan.senders:
-            raise Refused("this peer has no gradient to send")
-        if self._ctx.host.id.text not in plan.group:
-            return Answer(Prepared(True, Mbs(), []))  # this round is made without us
-        try:
-            plans = (plan, plan.second()) if plan.further else (plan,)
-            with self._averaging.expecting([one.attempt for one in plans]):
-                for one in plans:
-                    await self._averaging.sum(one, None, self._worker, self._coder)
-        except RoundFailed as error:
-            self._ctx.log.event("averaging.failed", level="warning", step=body.step, reason=explained(error))
-            return Answer(Prepared(False, Mbs(), list(error.lost)))
-        self._busy_s += self._ctx.clock.now() - began
-        self._tally.add(bytes_aggregated=self._averaging.newly_aggregated_bytes())
-        return Answer(Prepared(True, Mbs(), []))
+        began = self._ctx.clock.now()
+        prepared = await self._rounds.sum(call)
+        if prepared.ok:
+            self._busy_s += self._ctx.clock.now() - began
+            self._tally.add(bytes_aggregated=self._averaging.newly_aggregated_bytes())
+        return Answer(prepared)

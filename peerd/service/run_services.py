@@ -340,6 +340,7 @@ class RunServices:
             total_steps=run.optimizer.total_steps,
             own_pace=False if run.experts is not None else None,  # trainers wait for experts, not for their machines
             group_size=run.averaging.group_size,
+            weighs=run.averaging.contributors == "chosen" and run.experts is None,  # experts set their trainers' pace
             moves=run.pipeline.placement != "fixed" and run.pipeline.stages > 1,
             least_gain=_LARGE_GAIN if run.pipeline.placement == "network" else _LEAST_GAIN,
             forsake_s=3.0,

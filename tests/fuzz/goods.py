@@ -109,17 +109,17 @@ def _report(**changes: object) -> MemberSync:
     return msgspec.structs.replace(good, **changes)
 
 
-MEMBER = Good("swarm/5/member", _report())
-HELPER = Good("swarm/5/member", _report(held=None, line=LineInfo("aux", 1e6, 1e6)))
-OF_STAGE_1 = Good("swarm/5/member", _report(stage=1))
+MEMBER = Good("swarm/6/member", _report())
+HELPER = Good("swarm/6/member", _report(held=None, line=LineInfo("aux", 1e6, 1e6)))
+OF_STAGE_1 = Good("swarm/6/member", _report(stage=1))
 WISH = TrainerSync(MARK, 1, 0, Seqs.of([SEQ, SEQ + 1]), [], 0, 0, 0.5)
-TRAINER = Good("swarm/5/trainer", WISH)
+TRAINER = Good("swarm/6/trainer", WISH)
 DONE = Good(
-    "swarm/5/trainer",
+    "swarm/6/trainer",
     msgspec.structs.replace(WISH, done=[Done(SEQ, [HOST.text, MATE.text], [Receipt(1, bytes(64)), None])]),
 )
-LEAVE, WHO_CONDUCTS = Good("swarm/5/leave", Leave(MARK)), Good("swarm/5/who", WhoConducts(MARK))
-LIST_MEMBERS = Good("swarm/5/members", ListMembers(MARK))
+LEAVE, WHO_CONDUCTS = Good("swarm/6/leave", Leave(MARK)), Good("swarm/6/who", WhoConducts(MARK))
+LIST_MEMBERS = Good("swarm/6/members", ListMembers(MARK))
 WHICH_POSTS = Good("posts/1/held", WhichPosts(MARK))
 GRANT = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, SELF.text, Seqs.of([SEQ, SEQ + 1])))
 MAY_EVALUATE = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, SELF.text, Seqs()))
@@ -251,14 +251,14 @@ _SELF_READY = MemberInfo(SELF.text, 0, [], True, since=EPOCH_S + 1)
 _LIST = MemberNews(0, 1, [_SELF_READY, MemberInfo(MATE.text, 1, [], True, since=EPOCH_S + 2)], [], False)
 ANSWERS = [
     *(
-        Good("swarm/5/member", MemberAnswer(1, current, False, "", resend, 1, listed, Forecast(1.0, 2.0), lost))
+        Good("swarm/6/member", MemberAnswer(1, current, False, "", resend, 1, listed, Forecast(1.0, 2.0), lost))
         for current in (_NEXT, _NEXT, START, None)
         for resend, listed, lost in ((False, _LIST, False), (True, _LIST, False), (False, None, True))
     ),
-    Good("swarm/5/trainer", REPLIES[5]),
-    Good("swarm/5/who", Conducts(9)),
-    Good("swarm/5/leave", Empty()),
-    Good("swarm/5/members", MembersListed(_LIST, [0], [1.5, 0.25])),
+    Good("swarm/6/trainer", REPLIES[5]),
+    Good("swarm/6/who", Conducts(9)),
+    Good("swarm/6/leave", Empty()),
+    Good("swarm/6/members", MembersListed(_LIST, [0], [1.5, 0.25])),
     Good("network/1/report", Empty()),
     Good("network/1/map", NetworkPart([SELF.text, HOST.text], [MappedPair(0, 1, 0.02, 1e6, 1e6, 9.0)], 2, True)),
     Good("stage/5/prepare", REPLIES[0]),

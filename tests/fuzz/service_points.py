@@ -113,7 +113,7 @@ async def _credited(stage: Stage) -> Sequence[Hostile]:
     if answer := await ask(hostile, goods.BACKWARD):
         receipt = decode(StageAnswer, answer).receipt
         done = Done(SEQ, [goods.HOST.text, goods.MATE.text], [receipt, None])
-        await ask(hostile, Good("swarm/5/trainer", msgspec.structs.replace(goods.WISH, done=[done], wait_s=0.0)))
+        await ask(hostile, Good("swarm/6/trainer", msgspec.structs.replace(goods.WISH, done=[done], wait_s=0.0)))
     return [hostile]
 
 
@@ -147,7 +147,7 @@ async def _make_batch(hostile: Hostile, mate: Hostile) -> None:
             answer = await ask(lane, replace(good, body=msgspec.structs.replace(good.body, seq=seq)))
             receipts.append(decode(StageAnswer, answer).receipt if answer else None)
         done.append(Done(seq, [goods.HOST.text, goods.MATE.text], receipts))
-    await ask(hostile, Good("swarm/5/trainer", msgspec.structs.replace(goods.WISH, done=done, wait_s=0.0)))
+    await ask(hostile, Good("swarm/6/trainer", msgspec.structs.replace(goods.WISH, done=done, wait_s=0.0)))
 
 
 # --- whom the host follows -------------------------------------------------------------------------------------------

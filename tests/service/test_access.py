@@ -90,7 +90,7 @@ def test_a_peer_without_a_token_of_its_own_is_refused_and_named_and_the_others_g
         a = await club.start(lambda peer: Papers(token(peer, number=1), [revoked(3, 7)]), run_file())
         b = await club.member(number=2)
         bad = await club.start(papers, run_file())
-        for method in ("other/1/ask", "stage/5/forward", "swarm/5/member"):
+        for method in ("other/1/ask", "stage/5/forward", "swarm/6/member"):
             told = await refused(bad, a, method)
             assert told.startswith("no valid token for run tiny: ")
             assert why in told
@@ -133,10 +133,10 @@ def test_a_token_is_good_for_its_roles_only() -> None:
     async def main(club: Club) -> None:
         stage, trainer = await club.member("stage", number=1), await club.member("trainer", number=2)
         await trainer.ask(stage, "stage/5/forward")
-        await trainer.ask(stage, "swarm/5/trainer")
+        await trainer.ask(stage, "swarm/6/trainer")
         told = await refused(trainer, stage, "stage/5/commit")
         assert "stage/5/commit is for stage; the token shown allows trainer" in told
-        assert "is for aux, stage;" in await refused(trainer, stage, "swarm/5/member")
+        assert "is for aux, stage;" in await refused(trainer, stage, "swarm/6/member")
         assert "average/2/part is for aux, stage" in await refused(trainer, stage, "average/2/part")
         with pytest.raises(Untrusted, match="stage/5/commit is served by stage; its token allows trainer"):
             await stage.ask(trainer, "stage/5/commit")
@@ -182,7 +182,7 @@ def test_the_book_knows_who_has_shown_a_token_that_counts() -> None:
 def test_without_a_pipeline_a_trainer_is_the_one_stage_too() -> None:
     async def main(club: Club) -> None:
         a, b = [await club.member("trainer", number=n, run=run_file(stages=1)) for n in (1, 2)]
-        methods = ["stage/5/forward", "stage/5/commit", "swarm/5/member", "average/2/part"]
+        methods = ["stage/5/forward", "stage/5/commit", "swarm/6/member", "average/2/part"]
         for method in methods:
             await a.ask(b, method)
         assert b.called == [(a.id, method) for method in methods]
@@ -219,7 +219,7 @@ def test_a_peer_whose_token_expired_waits_for_a_new_one_and_says_since_when() ->
         assert waits.startswith("a new token: the token shown expired ")
         assert f"({at:%Y-%m-%d %H:%M} UTC); ask the organizer ({ORGANIZER.peer_id.short})" in waits
         with trio.move_on_after(5):
-            await services.following.ask("swarm/5/member", Empty, Empty, 1.0)
+            await services.following.ask("swarm/6/member", Empty, Empty, 1.0)
         assert services.following.waits_for == b.access.waits_for(), "it is no lack of peers"
         b.papers.mine = token(b.id, number=3)
         with trio.fail_after(60):  # the file is read again

@@ -39,6 +39,7 @@ from peerd.core.messages.microbatches import Mbs as Mbs
 from peerd.core.messages.microbatches import PeerText as PeerText
 from peerd.core.messages.microbatches import Seq as Seq
 from peerd.core.messages.microbatches import Seqs as Seqs
+from peerd.core.messages.rest import Rest
 
 AddrText = Annotated[str, msgspec.Meta(max_length=512)]
 StepNumber = Annotated[int, msgspec.Meta(ge=0, le=LAST_STEP)]
@@ -205,6 +206,7 @@ class MemberAnswer(Message, frozen=True):
     # While `lost`: positions with proof, the newest first; a checkpoint of one that a backbone keeps is wanted.
     wanted: Annotated[list[Position], msgspec.Meta(max_length=KEPT_SETS)] = msgspec.field(default_factory=list)
     apart: bool = False  # the position in the report is unknown here: it may be of another part of the run
+    rests: Rest | None = None  # it contributes no gradients for now, and makes no steps
 
 
 class ListMembers(Message, frozen=True):

@@ -92,6 +92,8 @@ class AveragingSection(Section, frozen=True):
     part_bytes: int = 4 << 20  # the most that one piece has before it is coded; small vectors have smaller ones
     sender_timeout_s: float = 10.0  # a member that is silent for longer leaves the round
     group_size: int = 0  # peers of one group at most: larger stages average in several rounds; 0: chosen
+    # Who contributes gradients: `chosen` leaves out those whose lines or devices would hold everybody up.
+    contributors: Literal["chosen", "all"] = "chosen"
 
 
 class ExpertOptimizerSection(Section, frozen=True):
@@ -275,6 +277,8 @@ def shared_text(run: RunFile) -> bytes:
     shared = {name: tree[name] for name in FINGERPRINT_SECTIONS}
     if run.model.vocab != "bytes":
         shared["model"]["vocab"] = "file"
+    if run.averaging.contributors == "chosen":  # such runs keep the fingerprint that they had
+        del shared["averaging"]["contributors"]
     if run.pipeline.stages == 1:  # nothing is handed over
         del shared["pipeline"]["handover"]
         del shared["pipeline"]["placement"]

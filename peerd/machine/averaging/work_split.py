@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -86,7 +86,8 @@ class Lines:
         self.changes = 0  # of what was said: the same number, the same splits
         self._tried: dict[int, str] = {}  # by stage, the peer whose line counts for more than measured
         self._pairs: dict[tuple[str, str], float] = {}  # (from, to): bytes/s that the pair carries
-        self._resting: dict[int, frozenset[str]] = {}  # by stage, peers that get no share for now
+        self._resting: dict[int, frozenset[str]] = {}  # by stage, peers that get no share for now,
+        self._laid_off: dict[int, frozenset[str]] = {}  # and members that sum for others and bring no vector
         self._splits: dict[tuple[str, ...], tuple[object, Split]] = {}  # by group, and what each was made from
 
     def tell(self, peer: str, stage: int, line: LineInfo, addrs: tuple[str, ...] = ()) -> bool:
@@ -138,8 +139,7 @@ class Lines:
     def measured(self, stage: int, group: tuple[str, ...]) -> dict[str, float]:
         """Lines that are known by what passed them, in bytes/s of the narrower direction; of the group and helpers."""
         found: dict[str, float] = {}
-        for peer in (*group, *(info.peer for info in self.helpers() if info.stage == stage)):
-            line = self._line(peer)
+        for peer, line in self._taking_part(stage, group).items():
             rates = [(line.up_bytes_per_s, line.up_measured), (line.down_bytes_per_s, line.down_measured)]
             known = [(rate, measured) for said, measured in rates if (rate := _rate(said)) is not None]
             if line.mode != "client" and known and min(known)[1]:
@@ -150,8 +150,7 @@ class Lines:
         """Ratio of a round's duration, as the lines are known, to what the slowest sender needs; 1: no division is
         faster.
         """
-        said = {peer: self._line(peer) for peer in (*group, *(i.peer for i in self.helpers() if i.stage == stage))}
-        lines = _as_taken(said, None)
+        lines = _as_taken(self._taking_part(stage, group), None)
         try:
             found, rates = shares(lines), widths(lines)
         except NoSplit:
@@ -171,6 +170,34 @@ class Lines:
         if self._resting.get(stage, frozenset()) != peers:
             self._resting[stage] = peers
             self.changes += 1
+
+    def lay_off(self, stage: int, posts: frozenset[str]) -> None:
+        """Let these members of the stage, from now on, sum for the others like helpers, if they can be reached."""
+        if self._laid_off.get(stage, frozenset()) != posts:
+            self._laid_off[stage] = posts
+            self.changes += 1
+
+    def member_line(self, peer: str) -> MemberLine:
+        """A peer's line as divisions of the work have it."""
+        return _as_taken({peer: self._line(peer)}, None)[0]
+
+    def is_measured(self, peer: str) -> bool:
+        """True when the narrower direction of the line is known by what passed it, and not by the peer's statement."""
+        line = self._line(peer)
+        rates = [(line.up_bytes_per_s, line.up_measured), (line.down_bytes_per_s, line.down_measured)]
+        known = [(rate, measured) for said, measured in rates if (rate := _rate(said)) is not None]
+        return min(known, default=(0.0, True))[1]
+
+    def _taking_part(self, stage: int, group: Iterable[str], *, helped: bool = True) -> dict[str, LineInfo]:
+        """The lines of a round's members, and of those that help them."""
+        found = {peer: self._line(peer) for peer in group}
+        if not helped:
+            return found
+        found |= {i.peer: self._line(i.peer) for i in self.helpers() if i.stage == stage and i.peer not in found}
+        for peer in sorted(self._laid_off.get(stage, frozenset()) - found.keys()):
+            if peer in self._said and (line := self._line(peer)).mode == "node":
+                found[peer] = msgspec.structs.replace(line, mode="aux")
+        return found
 
     def sums(self, stage: int, peer: str) -> bool:
         """True when the member may be given a share."""
@@ -198,13 +225,12 @@ class Lines:
         if len(group) < 2:
             return None
         resting = self._resting.get(stage, frozenset())
-        said = {peer: self._line(peer) for peer in group}
+        said = self._taking_part(stage, group, helped=False)
         said |= {peer: msgspec.structs.replace(said[peer], mode="client") for peer in resting & said.keys()}
         vectors = {(line.elements, line.dtype, line.further) for line in said.values()}
         elements, dtype, further = vectors.pop() if len(vectors) == 1 else (0, "", 0)
         if helped and elements and dtype in _ITEM_BYTES:
-            helpers = {i.peer: self._line(i.peer) for i in self.helpers() if i.stage == stage and i.peer not in said}
-            said |= helpers
+            said = self._taking_part(stage, group) | said
         if all(line.mode == "node" and not line.up_bytes_per_s and not line.down_bytes_per_s for line in said.values()):
             return None
         tried = self._tried.get(stage)

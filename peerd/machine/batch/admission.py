@@ -49,7 +49,8 @@ class Admission:
     """The trainers of a run and their wishes. `own_pace`: they compute for themselves."""
 
     def __init__(self, own_pace: bool) -> None:
-        self._own_pace = own_pace
+        self.own_pace = own_pace
+        self.resting: Set[str] = frozenset()  # trainers whose replicas contribute nothing for now
         self._trainers: dict[str, _Trainer] = {}
         self._leashes = BoundedDict[str, Leash](LEASHED_TRAINERS)
         self._first: str | None = None  # by name; None: to be looked for
@@ -58,6 +59,11 @@ class Admission:
         self._others_work = True  # somebody that sits nothing out works, or may have what it wishes for
         self._patience = 0  # how often leases ran out since anybody finished anything
         self._ran_out_at = 0.0
+
+    def seconds(self, trainer: str) -> float:
+        """Measured seconds of one microbatch of a trainer; 0: not yet."""
+        known = self._trainers.get(trainer)
+        return known.seconds if known is not None else 0.0
 
     def count(self) -> int:
         """Number of trainers."""
@@ -68,8 +74,9 @@ class Admission:
 
     @property
     def experienced(self) -> Set[str]:
-        """The trainers here that have helped to make a step; all that are here, where none has."""
-        return self.newcomers.others or self._trainers.keys()
+        """The trainers at work that have helped to make a step; all that are here, where none has."""
+        others = self.newcomers.others
+        return (others - self.resting if self.resting else others) or self._trainers.keys()
 
     def absent(self, trainers: KeysView[str]) -> set[str]:
         """Those of them that are not here."""
@@ -222,7 +229,7 @@ class Admission:
             return
         ledgers = [ledger] if beside is None else [ledger, beside]
         unplaced = {name: self._unplaced(name, ledgers, counted) for name in self._wishing}
-        self._wishing = {name: None for name, seqs in unplaced.items() if seqs}
+        self._wishing = {name: None for name, seqs in unplaced.items() if seqs and name not in self.resting}
         if not self._wishing:  # most reports wish for nothing new
             return
         begun = _begun(ledgers)
@@ -230,7 +237,7 @@ class Admission:
         self._look_who_works(now, wishing, begun, ledger)
         given = {name: self._given(now, name) for name in wishing}
         trainers = {name: self._trainers[name] for name in self._in_order(now, ledger, given)}
-        paces = self._at_work(now, begun) if self._own_pace else {}
+        paces = self._at_work(now, begun) if self.own_pace else {}
         workers = {name for name, pace in paces.items() if self._does_more(name, pace.begun, given, ledger)}
         under_way = {name: sum(one.under_way[name] for one in ledgers) for name in trainers}
         left = self._wishing.keys() - trainers.keys()  # trainers with a wish that gets no place now
@@ -243,7 +250,7 @@ class Admission:
             most = given[mb.trainer]
             if not self._fits(mb.trainer, mb.seq, step) or (most is not None and under_way[mb.trainer] >= most):
                 continue
-            if self._own_pace and not _in_time(paces, mb.trainer, workers, ledger.capacity - len(ledger.entries)):
+            if self.own_pace and not _in_time(paces, mb.trainer, workers, ledger.capacity - len(ledger.entries)):
                 continue
             if mb.trainer in self.newcomers:
                 # Another one of its place may have been let in just now.
@@ -252,7 +259,7 @@ class Admission:
                 self.newcomers.let_in(now, mb.trainer, ledger)
             under_way[mb.trainer] += 1
             yield mb
-            if self._own_pace:
+            if self.own_pace:
                 before = paces[mb.trainer]
                 waited_s = before.waited_s if before.begun else 0.0
                 paces[mb.trainer] = WorkerPace(before.seconds, before.begun + 1, waited_s)
@@ -295,7 +302,7 @@ class Admission:
         others = [name for name, most in given.items() if name not in self.newcomers]
         # Trainers never measured come first, so that one step tells of them all; those that gave back some, last.
         others.sort(
-            key=lambda name: (ledger.given_back[name], self._trainers[name].seconds > 0 and self._own_pace, name)
+            key=lambda name: (ledger.given_back[name], self._trainers[name].seconds > 0 and self.own_pace, name)
         )
         able = [name for name, most in given.items() if name in self.newcomers and most != 0]
         return [*self.newcomers.in_turn(now, able), *others]

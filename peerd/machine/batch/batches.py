@@ -20,6 +20,7 @@ from peerd.machine.batch.admission import Admission
 from peerd.machine.batch.lateness import Lateness
 from peerd.machine.batch.ledger import Counted, Ledger
 from peerd.machine.swarm.events import TrainerReport, Verify
+from peerd.machine.swarm.posts import peer_of
 from peerd.machine.swarm.revisions import Versions
 from peerd.machine.swarm.roster import RosterEntry
 
@@ -56,6 +57,13 @@ class Batches:
         """Take note that all that `peer` held is lost."""
         self.due.lose(peer, now)
         self.early.lose(peer, now)
+
+    def rest(self, peer: str, now: float) -> None:
+        """Take note that `peer`, a post, contributes nothing for now: neither what it holds, nor its own trainer."""
+        self.lose(peer, now)
+        if self.trainers.own_pace:
+            trainer = peer_of(peer)
+            self.void([Mb(trainer, seq) for ledger in (self.due, self.early) for seq in ledger.of_trainer(trainer)])
 
     def told(self, now: float, who: tuple[str, int, int], due: frozenset[Mb], early: frozenset[Mb]) -> None:
         """Apply a report of what a member (peer, stage, session) holds: the rest that was credited to it is lost.

@@ -21,6 +21,7 @@ from peerd.core.messages.swarm import LineInfo, Mb, MemberInfo, Position, Redo
 from peerd.machine.batch.batches import Batches
 from peerd.machine.batch.divergence import Divergence
 from peerd.machine.conductor.blame import Blame
+from peerd.machine.conductor.resting import Resting
 from peerd.machine.conductor.stage_close import Closing
 from peerd.machine.conductor.step_cycle import StepCycle
 from peerd.machine.positions.phases import Course, Phase
@@ -41,6 +42,7 @@ from peerd.machine.swarm.events import (
     TrainerReport,
     TransferRefused,
 )
+from peerd.machine.swarm.posts import peer_of
 from peerd.machine.swarm.revisions import Versions
 from peerd.machine.swarm.roster import Roster
 
@@ -68,9 +70,12 @@ class Conductor:
         self.search.barred = self._divergence.barred
         self._blame = Blame(config.ban_s, self.batches, self.roster, self.search.established, origin)
         self._closing = Closing(config, self.batches, self.roster, self._blame, rng)
-        self._step = StepCycle(config, self.batches, self.roster, self.course, self._closing)
+        self.resting = Resting(config, self.roster, self._pace)
+        if self.batches.trainers.own_pace:
+            self.batches.trainers.resting = self.resting.peers
+        self._step = StepCycle(config, self.batches, self.roster, self.course, self._closing, self.resting)
         prices = RebalanceConfig(config.work or (1.0,) * config.stages, config.move_price_s, config.least_gain)
-        self.rebalancing = Rebalancing(prices, self.roster, origin.own, moves=config.moves)
+        self.rebalancing = Rebalancing(prices, self.roster, origin.own, moves=config.moves, rests=self.resting)
 
     # --- what drives it ---------------------------------------------------------------------------------------
 
@@ -174,7 +179,7 @@ class Conductor:
 
     def members(self) -> list[MemberInfo]:
         """Every living member, sorted by peer, and then the helpers."""
-        return self.roster.members(self.course.serves)
+        return self.roster.members(self._is_ready)
 
     def admitted(self, trainer: str, early: bool = False) -> list[int]:
         """The trainer's microbatches in this step's batch, or in the next one's."""
@@ -204,6 +209,16 @@ class Conductor:
             return ""
         late = [*self._step.late.items()][:_NAMED_LATE]
         return f"trainer {', '.join(f'…{peer[-8:]}, which has not finished {count}' for peer, count in late)}"
+
+    def _is_ready(self, post: str, position: Position) -> bool:
+        return self.course.serves(post, position) and post not in self.resting
+
+    def _pace(self, post: str) -> float:
+        """Microbatches a second that the device of a post can do, by what was measured; 0: unknown."""
+        if not self.batches.trainers.own_pace:
+            return self.rebalancing.rate(post)
+        seconds = self.batches.trainers.seconds(peer_of(post))
+        return 1 / seconds if seconds else 0.0
 
     @property
     def _is_stopped(self) -> bool:
@@ -256,7 +271,10 @@ class Conductor:
             self._divergence.member_came()
         entry = self.roster.enter(hello)
         due, early = frozenset[Mb](), frozenset[Mb]()
-        if hello.position == self.current:
+        self._step.out += self.resting.came(now, peer, self.current)
+        if peer in self.resting:
+            pass  # what it holds is done again by others
+        elif hello.position == self.current:
             due, early = entry.held, entry.early
         elif self.course.commits and hello.position == self.course.target:
             early = entry.held
@@ -340,6 +358,7 @@ class Conductor:
         """Begin gathering again: nothing is certain but what the members report."""
         self._step.out.append(Note(why, warning=warning))
         self._step.reopen()
+        self.resting.restart()
         self.course.gather()
         self.search.begin(now)
 
@@ -371,15 +390,19 @@ class Conductor:
         if stepped:
             self.search.established.step_made(target.step)
             self._step.step_made(now, target)
+        if not stepped or self.phase is Phase.COMPLETE:
+            self.resting.restart()
         members = sorted(self.roster.entries.items())
         for peer, entry in members:
-            if entry.position != target:
+            if peer in self.resting:
+                self.batches.rest(peer, now)
+            elif entry.position != target:
                 self.batches.lose(peer, now)
         if not stepped:  # else trainers and we know more than members' hellos
             self.batches.adopt(now, {peer: entry for peer, entry in members if entry.position == target})
             self.rebalancing.restart()
         else:
-            there = [peer for peer, entry in members if entry.position == target]
+            there = [peer for peer, entry in members if entry.position == target and peer not in self.resting]
             self._step.out += self.rebalancing.step_made(now, done, there)
         self._versions.change_all()
         self.roster.change()

@@ -12,6 +12,7 @@ import math
 
 from peerd.core.messages.swarm import Position
 from peerd.machine.batch.batches import Batches, StageView
+from peerd.machine.conductor.resting import Resting
 from peerd.machine.conductor.stage_close import Closing
 from peerd.machine.positions.phases import Course, Phase
 from peerd.machine.swarm.events import ConductorConfig, Note, Output, SendMove, TrainerReport
@@ -29,10 +30,17 @@ class StepCycle:
     """See the module's header. One conductor's; `closing` averages for it."""
 
     def __init__(
-        self, config: ConductorConfig, batches: Batches, roster: Roster, course: Course, closing: Closing
+        self,
+        config: ConductorConfig,
+        batches: Batches,
+        roster: Roster,
+        course: Course,
+        closing: Closing,
+        resting: Resting,
     ) -> None:
         self._config, self._batches, self._roster = config, batches, roster
         self._course, self._closing, self._blame = course, closing, closing.blame
+        self._resting = resting
         self._latecomers, self._late_movers = Latecomers(roster), LateMovers()
         self._leases_s = config.lease_s, config.first_lease_s
         self.late: dict[str, int] = {}  # trainer that the step waits for -> number of its microbatches
@@ -85,6 +93,7 @@ class StepCycle:
         self._batches.fill(now, step, early=False)
         if self._batches.due.complete([False] * self._config.stages):
             self._course.close(self._closing.start(step))
+            self._resting.filled(now)
             self._roster.change(listed=False)
 
     def fill_early(self, now: float) -> None:
@@ -99,7 +108,9 @@ class StepCycle:
     def serves(self, peer: str, stage: int) -> bool:
         """True when the peer can take microbatches of this step, or of the next one, in this stage."""
         entry = self._roster.entries.get(peer)
-        return entry is not None and entry.stage == stage and self._course.serves(peer, entry.position)
+        if entry is None or entry.stage != stage or peer in self._resting:
+            return False
+        return self._course.serves(peer, entry.position)
 
     # --- closing ----------------------------------------------------------------------------------------------
 
@@ -116,7 +127,7 @@ class StepCycle:
                 continue
             if self._latecomers.awaits(now, stage, self._course.current):
                 continue
-            if group := self._roster.at(stage, self._course.current):
+            if group := self._resting.at_work(stage, self._course.current):
                 self._more_to_begin = begun >= _AT_ONCE
                 if self._more_to_begin:
                     break
@@ -152,6 +163,7 @@ class StepCycle:
     def step_made(self, now: float, current: Position) -> None:
         """A step was made, and led to `current`."""
         self._closing.step_made(current.step)
+        self.out += self._resting.step_made(now, current)
         if self._config.delayed:  # else members have the time in which the next batch is filled
             self._latecomers.arrived(now, current)
 
@@ -178,5 +190,6 @@ class StepCycle:
         self._closing.lost(peer, entry.stage if entry is not None else None)
         if entry is not None:
             self._batches.lose(peer, now)
+            self._resting.lost(peer, entry.stage, self._course.current)
             self._course.moving.discard(peer)
             self._closing.changed = True

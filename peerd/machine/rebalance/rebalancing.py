@@ -7,7 +7,7 @@ where they help most.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Final
 
 from peerd.core.messages.swarm import PostLoad
@@ -23,11 +23,15 @@ _PUBLISHED: Final = 64  # posts at a step
 
 
 class Rebalancing:
-    """See the module's header. `own`: the post that conducts; `moves`: False where peers stay where they are."""
+    """See the module's header. `own`: the post that conducts; `moves`: False where peers stay where they are;
+    `rests`: posts that do nothing for now.
+    """
 
-    def __init__(self, config: RebalanceConfig, roster: Roster, own: str, *, moves: bool) -> None:
+    def __init__(
+        self, config: RebalanceConfig, roster: Roster, own: str, *, moves: bool, rests: Container[str] = ()
+    ) -> None:
         self._roster, self._orders_moves = roster, moves and len(config.work) > 1
-        self._beliefs = Beliefs(config.work)
+        self._beliefs, self._rests = Beliefs(config.work), rests
         self._moves = OrderedMoves(config, peer_of(own))
         self._wished_for: dict[Transfer, str] = {}  # planned moves, and why
         self._step_at: float | None = None  # when the last step was made
@@ -87,6 +91,10 @@ class Rebalancing:
         self._published = at + _PUBLISHED
         self._roster.note_rates(self._beliefs.borne_out(posts[at : self._published]))
 
+    def rate(self, post: str) -> float:
+        """Microbatches a second that a post is believed to do; 0: it has not served a whole step yet."""
+        return self._beliefs.measured(post) or 0.0
+
     def capacity(self) -> list[float]:
         """Microbatches a second that the members of each stage can do; empty while nothing is known."""
         found = self._capacity(self._posts(frozenset()))
@@ -100,7 +108,7 @@ class Rebalancing:
                 peer_of(name),
                 entry.stage,
                 name in ready,
-                rates[name],
+                0.0 if name in self._rests else rates[name],
                 self._beliefs.claim(name).queue,
                 self._beliefs.claim(name).movable,
                 entry.saved,

@@ -43,6 +43,7 @@ class ConductorConfig:
     moves: bool = False  # may the conductor order peers to other stages?
     least_gain: float = 0.01  # share of the throughput that moves by load must win
     move_price_s: float = 20.0  # a move costs at least so many seconds of its peer's work
+    weighs: bool = False  # is each member's gradient weighed against what its line costs everybody?
     ban_s: float = 15.0  # how long a member that stood in the way stays out, the first time
 
 

@@ -15,11 +15,13 @@ from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.ids import is_peer_text
 from peerd.core.messages.proof import commit_signature
 from peerd.core.messages.swarm import Commit, Mb, Mbs, Moved, Position, Prepare, Prepared, Restore
+from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import RoundFailed
 from peerd.machine.averaging.stats import explained
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.catchup.step_totals import Leap
+from peerd.training.helper_rounds import HelperRounds
 from peerd.training.stage.averaging import Plans, Rounds, Total
 from peerd.training.stage.post_state import PostState
 from peerd.training.stage.serving import Serving
@@ -30,8 +32,9 @@ Stepped = Callable[[Position, Leap, int], None]  # position before, leap for oth
 class PostOrders:
     """The orders to one post. `counted` and `digest`: of the last sum that was prepared or stepped with."""
 
-    def __init__(self, ctx: RoleContext, state: PostState, rounds: Rounds, serving: Serving) -> None:
+    def __init__(self, ctx: RoleContext, state: PostState, rounds: Rounds, serving: Serving, coding: Worker) -> None:
         self._ctx = ctx
+        self._helper = HelperRounds(ctx, coding)  # while this peer rests
         self._state, self._rounds, self._serving = state, rounds, serving
         self.stepped: Stepped = lambda before, leap, counted: None
         self.prepared: Position | None = None  # that a commit would lead to
@@ -53,7 +56,11 @@ class PostOrders:
         body = call.body
         if not all(map(is_peer_text, body.group)):
             raise ProtocolViolation("the group names somebody who can't be a peer", call.peer)
-        if body.step != self._state.position.step or self._ctx.host.id.text not in body.group:
+        if self._ctx.host.id.text not in body.group:
+            self._rounds.call_off_for(body.attempt)
+            with self._rounds.under_way(body.attempt, call.peer):
+                return Answer(await self._helper.sum(call))
+        if body.step != self._state.position.step:
             return Answer(Prepared(False, body.assigned, []))
         plans = self._rounds.plans(body, call.peer)
         self._rounds.call_off_for(body.attempt)

@@ -23,6 +23,7 @@ from peerd.core.limits import MICROBATCHES
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.progress import StageProgress
 from peerd.core.messages.proof import receipt
+from peerd.core.messages.rest import Rest
 from peerd.core.messages.swarm import Mb, MemberAnswer, MemberInfo, Position, PostLoad, Receipt, Relocate
 from peerd.core.run.runfile import RunFile
 from peerd.role import RoleContext
@@ -41,6 +42,7 @@ from peerd.training.stage.external_model import Own
 from peerd.training.stage.handover import HandOver
 from peerd.training.stage.orders import PostOrders
 from peerd.training.stage.post_state import PostState
+from peerd.training.stage.rest_notice import RestNotice
 from peerd.training.stage.serving import Serving
 from peerd.training.stage.session import ConductorSession, Holdings, PostReport
 from peerd.training.stage_works import stage_works
@@ -71,7 +73,7 @@ class Post:
         self.serving = Serving(ctx, ctx.run, self)
         self.handover = HandOver(ctx, services, self, self.serving)
         self._rounds = Rounds(ctx.run, services, self._coding, ctx.host.id)
-        self.orders = PostOrders(ctx, self.state, self._rounds, self.serving)
+        self.orders = PostOrders(ctx, self.state, self._rounds, self.serving, self._coding)
         self.catching_up = CatchingUp(ctx, services, self._coding, self.state, self.session)
         self._recalling = Recalling(ctx, services, self.saving, self.state, self.session)
         self._store = EvidenceStore(ctx, services, lambda: self.saving.positions)
@@ -81,6 +83,7 @@ class Post:
         self._leaving = False
         self._waits_for: str | None = "the stage to be built"
         self._complete = False
+        self._rest: Rest | None = None  # it contributes no gradients for now
         self.announced = trio.Event()  # the directory has its record
 
     # --- life -------------------------------------------------------------------------------------------------
@@ -297,16 +300,30 @@ class Post:
         self._complete = answer.complete
         self._waits_for = answer.waits_for or None
         self._recalling.swarm_is_lost(answer.lost, answer.wanted)
+        self._note_rest(answer.rests)
         if answer.current is not None:
             self._services.proofs.evidence.told(answer.current, self._following.established)
-            self.catching_up.swarm_at(answer.current, stated, answer.apart)
+            if answer.rests is None:  # else there is no use for the swarm's state
+                self.catching_up.swarm_at(answer.current, stated, answer.apart)
+
+    def _note_rest(self, rest: Rest | None) -> None:
+        """Take note that the conductor lets this post rest, or contribute; the log has a line when that changes."""
+        before, self._rest = self._rest, rest
+        if rest is not None and before is None:
+            self._ctx.log.event("stage.rests", stage=self.stage, reason=self._rest_text())
+        elif rest is None and before is not None:
+            self._ctx.log.event("stage.contributes", stage=self.stage)
+
+    def _rest_text(self) -> str | None:
+        return RestNotice(self._rest, self._services.carries()).text() if self._rest is not None else None
 
     # --- being seen -------------------------------------------------------------------------------------------
 
     def _why_waiting(self) -> str | None:
         if self.state.problem:
             return self.state.problem
-        waits = self._following.waits_for or self.catching_up.waits_for or self._recalling.waits_for
+        waits = self._following.waits_for or self._rest_text()
+        waits = waits or self.catching_up.waits_for or self._recalling.waits_for
         waits = waits or self._rounds.waits_for  # a round says how far it has come: the conductor cannot
         if waits or not self._waits_for:
             return waits
@@ -332,6 +349,7 @@ class Post:
             "averaging": self._rounds.told(),
             "members": [{"peer": m.peer, "stage": m.stage, "ready": m.ready} for m in self.members],
             "complete": self._complete,
+            "rests": self._rest is not None,
             "saved_steps": [p.step for p in self.saving.positions],
             "checkpoint": str(self.saving.directory),
             "not_saved": self.saving.problem,

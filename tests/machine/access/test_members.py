@@ -83,7 +83,7 @@ def test_a_helper_is_no_stage() -> None:
         ("average/2", "part", True),
     ):
         assert (books.may_serve(PEERS[0], service, f"{service}/{name}", NOW) is None) == fine
-    for service, name, fine in (("swarm/5", "member", True), ("stage/5", "commit", False), ("average/2", "part", True)):
+    for service, name, fine in (("swarm/6", "member", True), ("stage/5", "commit", False), ("average/2", "part", True)):
         assert (books.may_call(PEERS[0], service, f"{service}/{name}", NOW) is None) == fine
 
 
@@ -123,5 +123,5 @@ def test_a_trainer_is_a_stage_only_where_there_is_no_pipeline() -> None:
     for stages, fine in ((1, True), (2, False)):
         books = roll(stages)
         books.admit(PEERS[0], token(PEERS[0], "trainer"), NOW)
-        assert (books.may_call(PEERS[0], "swarm/5", "swarm/5/member", NOW) is None) == fine
-        assert (books.may_serve(PEERS[0], "swarm/5", "swarm/5/x", NOW) is None) == fine
+        assert (books.may_call(PEERS[0], "swarm/6", "swarm/6/member", NOW) is None) == fine
+        assert (books.may_serve(PEERS[0], "swarm/6", "swarm/6/x", NOW) is None) == fine

@@ -31,8 +31,8 @@ SERVED = (
     "stage/5/commit",
     "handover/2/pass",
     "handover/2/relay",
-    "swarm/5/member",
-    "swarm/5/trainer",
+    "swarm/6/member",
+    "swarm/6/trainer",
     "average/2/part",
     "other/1/ask",
 )

@@ -1,0 +1,213 @@
+"""ContributorChoice: which members of a stage contribute gradients, so that the swarm steps as fast as it can.
+
+A member's gradients are worth the microbatches that it computes, and cost everybody the time that its line needs to
+carry a vector: one line of 1 Mb/s among fifteen of 100 makes a round last fifty times as long. DeDLOC (Diskin et al.
+2021, section 3.2) solves this as a mixed linear programme over c_i, "does peer i contribute?". Given the contributors,
+the best round is known in closed form (`shares`), so it is enough to search over them, and the best set has a simple
+shape: the lines that are too slow rest first, then the members that compute least. `best` tries each length of these
+two prefixes (of many members some lengths), and single changes of the result where there are few members. A member
+that does not contribute, and that others can reach, sums parts for the others like a helper. Two members contribute at
+least, also where one alone would be faster: the state of the stage survives the death of one.
+
+A step lasts as long as computing its batch, plus the averaging of its gradients; in a delayed run as long as the longer
+of both. Decides only. Rates are what peers say or what the conductor measured: a liar is left out, or slows the step.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from peerd.machine.averaging.shares import MemberLine, Mode
+
+WORTH_RESTING = 1.05  # times as long as the best step: a longer one is worth a change
+LEAST = 2  # contributors, where there are so many members: the state of one that dies is not lost
+HARMLESS = 1.01  # times as long as the best step: a member that costs no more than this contributes
+_FEW = 12  # members of which single changes are tried as well
+_LADDER = 1.5  # between the lengths of prefixes that are tried, from _EACH on
+_EACH = 8
+_STEPS = 40  # of bisection for a rate
+_MOST_BYTES_PER_S = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class ContributorRates:
+    """A member that may contribute gradients. `per_s`: the microbatches that it computes in a second; 0: unknown."""
+
+    line: MemberLine
+    per_s: float = 0.0
+
+    @property
+    def peer(self) -> str:
+        return self.line.peer
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """The parts of a step's duration that do not depend on who contributes in this stage.
+
+    `vector_bytes` is the size of a gradient on the wire. `other_computing_s` and `other_averaging_s` are the least that
+    the step's batch and its rounds take because of other stages. `overlaps`: averaging runs beside computing.
+    """
+
+    microbatches: float
+    vector_bytes: float
+    overlaps: bool = False
+    other_computing_s: float = 0.0
+    other_averaging_s: float = 0.0
+
+
+class ContributorChoice:
+    """The choice among the members of one stage. See the module's header.
+
+    An unknown line counts as the median of the known ones, and so does an unknown pace. `helpers` sum parts whoever
+    contributes.
+    """
+
+    def __init__(
+        self, candidates: Iterable[ContributorRates], cost: StepCost, helpers: Iterable[MemberLine] = ()
+    ) -> None:
+        given = sorted(candidates, key=lambda one: one.peer)
+        self._cost = cost
+        self._pace_known = any(one.per_s > 0 for one in given)
+        usual_per_s = statistics.median([one.per_s for one in given if one.per_s > 0] or [1.0])
+        self._per_s = {one.peer: one.per_s or usual_per_s for one in given}
+        rates = {one.peer: _narrower(one.line) for one in given}
+        usual_rate = statistics.median([rate for rate in rates.values() if rate is not None] or [math.inf])
+        self._rates = {peer: usual_rate if rate is None else rate for peer, rate in rates.items()}
+        self._sums = {one.peer for one in given if one.line.mode is Mode.NODE}
+        self._helper_rates = [rate if (rate := _narrower(line)) is not None else usual_rate for line in helpers]
+        self._peers = tuple(self._rates)
+        self._least = min(LEAST, len(self._peers))
+
+    def step_s(self, contributing: Iterable[str]) -> float:
+        """Seconds of a step in which these members contribute; infinite if it cannot be made."""
+        return self._step_s(set(contributing), self._rates)
+
+    def _step_s(self, found: set[str], rates: dict[str, float]) -> float:
+        if not found:
+            return math.inf
+        computing_s = max(self.computing_s(found), self._cost.other_computing_s)
+        averaging_s = max(self._averaging_s(found, rates), self._cost.other_averaging_s)
+        return max(computing_s, averaging_s) if self._cost.overlaps else computing_s + averaging_s
+
+    def computing_s(self, contributing: Iterable[str]) -> float:
+        """Seconds in which these members compute a batch."""
+        return self._cost.microbatches / math.fsum(self._per_s[peer] for peer in contributing)
+
+    def averaging_s(self, contributing: Iterable[str]) -> float:
+        """Seconds of a round of these members, with the others as helpers."""
+        return self._averaging_s(set(contributing), self._rates)
+
+    def _averaging_s(self, contributing: set[str], rates: dict[str, float]) -> float:
+        if len(contributing) < 2 or not self._cost.vector_bytes:
+            return 0.0
+        nodes = [rates[peer] for peer in contributing if peer in self._sums]
+        helpers = [rates[peer] for peer in self._peers if peer in self._sums and peer not in contributing]
+        least = 1 / min(rates[peer] for peer in contributing)
+        filled = least_s_per_byte(nodes, helpers + self._helper_rates, len(contributing))
+        return max(least, filled) * self._cost.vector_bytes
+
+    # --- choosing ---------------------------------------------------------------------------------------------
+
+    def best(self) -> frozenset[str]:
+        """The members whose contribution makes the shortest step, at least `LEAST`; of equal sets the largest."""
+        by_line = sorted(self._peers, key=lambda peer: (self._rates[peer], self._per_s[peer], peer))
+        found, found_s = frozenset(self._peers), self.step_s(self._peers)
+        for slow in _lengths(len(by_line)):
+            by_pace = sorted(by_line[slow:], key=lambda peer: (self._per_s[peer], self._rates[peer], peer))
+            for weak in _lengths(len(by_pace)):
+                tried = frozenset(by_pace[weak:])
+                if len(tried) < self._least:
+                    break
+                if (tried_s := self.step_s(tried)) < found_s:
+                    found, found_s = tried, tried_s
+        return self._polished(found, found_s) if len(self._peers) <= _FEW else found
+
+    def _polished(self, found: frozenset[str], found_s: float) -> frozenset[str]:
+        """`found` after all changes of one member, or of one for another, that make the step shorter."""
+        while True:
+            inside, outside = sorted(found), sorted(set(self._peers) - found)
+            tries = [changed for peer in self._peers if len(changed := found ^ {peer}) >= self._least]
+            tries += [found ^ {one, other} for one in inside for other in outside]
+            shortest_s, shortest = min(((self.step_s(tried), sorted(tried)) for tried in tries), default=(math.inf, []))
+            if not shortest_s < found_s:
+                return found
+            found, found_s = frozenset(shortest), shortest_s
+
+    def choose(self, resting: frozenset[str] = frozenset()) -> frozenset[str]:
+        """The members that should rest, given those that rest now.
+
+        Nothing changes unless the step becomes clearly shorter; a member whose contribution costs next to nothing
+        contributes. Where no pace is known, gradients cannot be weighed, and nobody begins to rest.
+        """
+        resting &= frozenset(self._peers)
+        if not self._pace_known:
+            return resting
+        best = self.best()
+        best_s, now = self.step_s(best), frozenset(self._peers) - resting
+        keeps = now if self.step_s(now) <= WORTH_RESTING * best_s else best
+        for peer in sorted(set(self._peers) - keeps, key=lambda peer: (-self._rates[peer], -self._per_s[peer], peer)):
+            if self.step_s(keeps | {peer}) <= HARMLESS * best_s:
+                keeps |= {peer}
+        return frozenset(self._peers) - keeps
+
+    def needed_bytes_per_s(self, contributing: Iterable[str], peer: str) -> float | None:
+        """The narrower rate at which `peer` would contribute beside these members; None if no line is enough."""
+        others = set(contributing) - {peer}
+        limit_s = HARMLESS * self.step_s(others)
+
+        def fits(rate: float) -> bool:
+            return self._step_s(others | {peer}, self._rates | {peer: rate}) <= limit_s
+
+        low, high = self._rates[peer], _MOST_BYTES_PER_S
+        if not fits(high):
+            return None
+        for _ in range(_STEPS):
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        return high
+
+
+def least_s_per_byte(nodes: Sequence[float], helpers: Sequence[float], senders: int) -> float:
+    """The least seconds per byte at which the shares that lines carry add up to one; infinite if nobody sums.
+
+    `nodes` and `helpers` are bytes/s of those that sum; of the `senders` all nodes are some. The same rule as in
+    `shares`, solved by its breakpoints instead of by bisection: a choice asks it hundreds of times.
+    """
+    if senders == 2 and nodes:
+        return 0.0
+    events: list[tuple[float, float]] = []
+    for rate in nodes:
+        slope = rate / (senders - 2)
+        events += [(1 / rate, slope), ((senders - 1) / rate, -slope)]
+    for rate in helpers:
+        events += [(0.0, rate / senders), (senders / rate, -rate / senders)]
+    room = slope_now = at = 0.0
+    for begins, change in sorted(events):
+        if slope_now > 0 and room + slope_now * (begins - at) >= 1 - 1e-12:
+            return at + max(0.0, 1 - room) / slope_now
+        room, at = room + slope_now * (begins - at), begins
+        slope_now += change
+    return math.inf
+
+
+def with_unknown(member: ContributorRates, *, line: bool, pace: bool) -> ContributorRates:
+    """The member with its line, or its pace, forgotten: what was measured long ago may have changed."""
+    fresh = replace(member.line, up_bytes_per_s=None, down_bytes_per_s=None) if line else member.line
+    return ContributorRates(fresh, 0.0 if pace else member.per_s)
+
+
+def _narrower(line: MemberLine) -> float | None:
+    return min((rate for rate in (line.up_bytes_per_s, line.down_bytes_per_s) if rate), default=None)
+
+
+def _lengths(count: int) -> list[int]:
+    """Lengths of a prefix of `count` members that are tried: each small one, and ever fewer of the larger ones."""
+    found, length = list(range(min(count, _EACH))), float(_EACH)
+    while length < count:
+        found.append(int(length))
+        length *= _LADDER
+    return found

@@ -1,0 +1,95 @@
+"""A replica on a line that would slow everybody down, in virtual time: it rests, says why, and costs the others next to
+nothing; with a better line, or at the run's end, it has the others' parameters again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import trio
+
+from peerd.core.run.runfile import AveragingSection, LimitsSection, ModelSection, OptimizerSection, RunFile
+from peerd.sim.clock import run_virtual
+from peerd.sim.programs import swarm
+from peerd.sim.simnet import SimLine
+from peerd.sim.world import World, WorldConfig
+from roles.trainer import TrainerRole
+from tests.worlds.roles.virtualroles import PacedDevice, Roles, virtual_run
+
+pytestmark = pytest.mark.slow
+MODEL = ModelSection(d_model=48, heads=2, layers=2, context=8)  # its gradient has 320 kB
+FAST_MBIT, SLOW_MBIT = 10.0, 0.25  # a gradient takes a quarter of a second, and ten seconds
+MICROBATCH_S = 0.3
+
+
+def line(mbit: float) -> SimLine:
+    return SimLine(latency_s=0.02, up_mbit_s=mbit, down_mbit_s=mbit)
+
+
+def with_line(run: RunFile, mbit: float) -> RunFile:
+    return msgspec.structs.replace(run, limits=LimitsSection(upload_mbit=mbit, download_mbit=mbit))
+
+
+def run_of(folder: Path, **sections: Any) -> RunFile:
+    return virtual_run(folder, (20000,), run="lines", model=MODEL, **sections)
+
+
+async def start(world: World, roles: Roles, name: str, mbit: float) -> None:
+    program = roles.program(TrainerRole, run=with_line(roles.run, mbit))
+    await world.start(name, line=line(mbit), program=program)
+
+
+async def step_s(world: World, roles: Roles, steps: int) -> float:
+    """Mean seconds of the next `steps` steps."""
+    first, began = roles.replica_step(), trio.current_time()
+    assert await world.until(lambda: roles.replica_step() >= first + steps, within_s=steps * 60), roles.story()
+    return (trio.current_time() - began) / (roles.replica_step() - first)
+
+
+def rests(roles: Roles, name: str) -> bool:
+    role = roles.live.get(name)
+    return role is not None and bool(role.replica.status().get("rests"))
+
+
+async def one_slow_among_three(roles: Roles, first: bool) -> tuple[float, float]:
+    """Seconds of a step without the slow replica, and with it, once it rests. `first`: it is there from the start."""
+    async with World(1, swarm(), WorldConfig(line=lambda _: line(100.0))).running() as world:
+        world.bootstrap.append((await world.start("boot")).full_addr)
+        for number in range(3):
+            await start(world, roles, f"fast{number}", FAST_MBIT)
+        alone_s = 0.0
+        if not first:
+            assert await world.until(lambda: roles.replica_step() >= 3, within_s=120), roles.story()
+            alone_s = await step_s(world, roles, 10)
+        await start(world, roles, "slow", SLOW_MBIT)
+        assert await world.until(lambda: rests(roles, "slow"), within_s=300), roles.story()
+        with_it_s = await step_s(world, roles, 10)
+        told = str(roles.live["slow"].replica.status()["waits_for"])
+        print(told)
+        assert told.startswith("this peer rests: a step takes ")
+        assert "it would contribute with a line of " in told
+        assert "(it carries 0.25 Mb/s)" in told
+        assert roles.live["slow"].replica.step < roles.replica_step()
+        assert [note for note in roles.conductor_notes() if "rests" in note]
+        return alone_s, with_it_s
+
+
+def test_a_slow_line_that_joins_costs_the_others_next_to_nothing(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    roles = Roles(run_of(tmp_path), tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
+    alone_s, with_it_s = run_virtual(one_slow_among_three, roles, False, seed=1)
+    print(f"{alone_s:.2f} s a step without it, {with_it_s:.2f} s with it")
+    assert with_it_s <= 1.05 * alone_s
+
+
+def test_a_slow_line_that_is_there_from_the_start_rests_after_some_steps(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    roles = Roles(run_of(tmp_path), tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
+    _, with_it_s = run_virtual(one_slow_among_three, roles, True, seed=1)
+    print(f"{with_it_s:.2f} s a step")
+    assert with_it_s < 5.0
