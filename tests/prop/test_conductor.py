@@ -13,7 +13,7 @@ from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import CancelAttempt, ConductorConfig, MemberGone, PrepareEnded, SendMove, SendPrepare
 from tests.kit.amount import some
 from tests.worlds.machines.conducting import first_order
-from tests.worlds.machines.modelswarm import RememberingSwarm
+from tests.worlds.machines.modelswarm import RememberingSwarm, WeighingSwarm
 
 
 @pytest.mark.parametrize("delayed", [False, True])
@@ -35,6 +35,23 @@ def test_every_step_averages_one_whole_batch_whatever_dies(
     after = max(position.step for _, position in swarm.histories)
     assert after >= before + 3, f"the swarm stalled at step {after} (seed {seed}): {swarm.conductor.waits_for()}"
     assert (swarm.stale > 0) == delayed
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("seed", some(range(12), 3))
+def test_every_step_averages_one_whole_batch_whoever_rests(seed: int, delayed: bool) -> None:
+    swarm = WeighingSwarm(seed, delayed)
+    for _ in range(2500):
+        swarm.happen(faults=True)
+    swarm.check()
+    swarm.clients = False
+    before = max(position.step for _, position in swarm.histories)
+    for _ in range(2500):
+        swarm.happen(faults=False)
+    swarm.check()
+    after = max(position.step for _, position in swarm.histories)
+    assert after >= before + 3, f"the swarm stalled at step {after} (seed {seed}): {swarm.conductor.waits_for()}"
+    assert swarm.rested
 
 
 @pytest.mark.parametrize("delayed", [False, True])

@@ -1,5 +1,5 @@
 """A replica on a line that would slow everybody down, in virtual time: it rests, says why, and costs the others next to
-nothing; with a better line, or at the run's end, it has the others' parameters again.
+nothing; steps stay exact, whoever dies.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import pytest
 import torch
 import trio
 
-from peerd.core.run.runfile import AveragingSection, LimitsSection, ModelSection, OptimizerSection, RunFile
+from peerd.compute.model.stage_module import StageModule
+from peerd.core.run.runfile import LimitsSection, ModelSection, OptimizerSection, RunFile
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
+from tests.kit.amount import thorough
+from tests.kit.exact import STEPS, Batches, differences, plain_torch
 from tests.worlds.roles.virtualroles import PacedDevice, Roles, virtual_run
 
 pytestmark = pytest.mark.slow
@@ -36,7 +39,7 @@ def with_line(run: RunFile, mbit: float) -> RunFile:
 
 
 def run_of(folder: Path, **sections: Any) -> RunFile:
-    return virtual_run(folder, (20000,), run="lines", model=MODEL, **sections)
+    return virtual_run(folder, (20000,), run="lines", **{"model": MODEL} | sections)
 
 
 async def start(world: World, roles: Roles, name: str, mbit: float) -> None:
@@ -54,6 +57,15 @@ async def step_s(world: World, roles: Roles, steps: int) -> float:
 def rests(roles: Roles, name: str) -> bool:
     role = roles.live.get(name)
     return role is not None and bool(role.replica.status().get("rests"))
+
+
+async def begin(world: World, roles: Roles, fast: int) -> None:
+    """Start a backbone, fast replicas and a slow one; returns when that rests."""
+    world.bootstrap.append((await world.start("boot")).full_addr)
+    for number in range(fast):
+        await start(world, roles, f"fast{number}", FAST_MBIT)
+    await start(world, roles, "slow", SLOW_MBIT)
+    assert await world.until(lambda: rests(roles, "slow"), within_s=600), roles.story()
 
 
 async def one_slow_among_three(roles: Roles, first: bool) -> tuple[float, float]:
@@ -93,3 +105,58 @@ def test_a_slow_line_that_is_there_from_the_start_rests_after_some_steps(tmp_pat
     _, with_it_s = run_virtual(one_slow_among_three, roles, True, seed=1)
     print(f"{with_it_s:.2f} s a step")
     assert with_it_s < 5.0
+
+
+EXACT = OptimizerSection(name="adamw", lr=3e-3, total_steps=STEPS)
+
+
+async def train_to_the_end(roles: Roles, fast: int, dies: str) -> list[StageModule]:
+    """The fast replicas' models at the end. `dies`: the peer that does, as soon as the slow one rests, or none."""
+    async with World(1, swarm(), WorldConfig(line=lambda _: line(100.0))).running() as world:
+        await begin(world, roles, fast)
+        assert roles.replica_step() < STEPS - 3, "it did not rest in time to matter"
+        names = [f"fast{number}" for number in range(fast)]
+        if dies == "the conductor":
+            dies = next(name for name in roles.conductors())
+        if dies:
+            await world.kill(world.nodes[dies])
+        left = [roles.live[name] for name in names if name != dies]
+        served = [role.replica.post.served for role in left]
+
+        def done() -> bool:
+            return all(one.module.step == STEPS for one in served)
+
+        assert await world.until(done, within_s=1200), roles.story()
+        assert not [note for note in roles.conductor_notes() if "goes back" in note]
+        return [one.module for one in served]
+
+
+@pytest.mark.parametrize("dies", ["", thorough("fast2"), thorough("the conductor"), thorough("slow")])
+def test_steps_without_the_one_that_rests_are_exact_whoever_dies(tmp_path: Path, batches: Batches, dies: str) -> None:
+    torch.set_num_threads(1)
+    model = msgspec.structs.replace(MODEL, dtype="float64")
+    run = run_of(tmp_path, model=model, optimizer=EXACT)
+    roles = Roles(run, tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
+    modules = run_virtual(train_to_the_end, roles, 3, dies, seed=1)
+    assert batches.faults(per_step=24) == []
+    plain = plain_torch(run, batches)
+    for module in modules:
+        assert differences(run, plain, [module]) == []
+
+
+async def lose_the_fast(roles: Roles) -> None:
+    async with World(1, swarm(), WorldConfig(line=lambda _: line(100.0))).running() as world:
+        await begin(world, roles, 2 + 1)
+        for number in range(3):
+            await world.kill(world.nodes[f"fast{number}"])
+        slow = roles.live["slow"].replica
+        at = slow.step
+        assert await world.until(lambda: slow.step > at + 1, within_s=1200), roles.story()
+        assert not rests(roles, "slow")
+
+
+@pytest.mark.thorough
+def test_where_all_others_die_the_one_that_rests_goes_on_from_what_is_left(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    roles = Roles(run_of(tmp_path), tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
+    run_virtual(lose_the_fast, roles, seed=1)

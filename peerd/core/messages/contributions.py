@@ -1,7 +1,8 @@
-"""Contribution records: what each peer says it has given to a run, published for the leader-board.
+"""Contributions: records of what each peer says it has given to a run, and the reason that a member gives nothing now.
 
-The figures are the peer's own word. Its name is not: it stands in the token that travels along, which the organizer
-signed for this very peer; readers of the record check that. Values come from strangers, so all are bounded.
+Records are published for the leader-board. The figures are the peer's own word. Its name is not: it stands in the token
+that travels along, which the organizer signed for this very peer; readers of the record check that. Values come from
+strangers, so all are bounded.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import Annotated
 import msgspec
 
 from peerd.core.ids import Key
+from peerd.core.limits import FORESEEABLE_S, LINE_BYTES_PER_S
 from peerd.core.messages.encoding import Message, decode
 from peerd.core.messages.token import Seconds, TokenData
 
+StepSeconds = Annotated[float, msgspec.Meta(ge=0, le=FORESEEABLE_S)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
@@ -35,3 +38,16 @@ def contributions_key(run: str) -> Key:
 def decode_contributed(value: bytes) -> Contributed:
     """The totals in a record's value. Raises ProtocolViolation."""
     return decode(Contributed, value)
+
+
+class Rest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The conductor's reason for a member to rest: how long its model of a step says that one takes with the member's
+    gradients, and without them.
+
+    `needed_bytes_per_s` is the rate, in its narrower direction, at which the member's line would cost nobody anything;
+    0 if no line is enough, because the member computes too slowly.
+    """
+
+    with_s: StepSeconds
+    without_s: StepSeconds
+    needed_bytes_per_s: Annotated[float, msgspec.Meta(ge=0, le=LINE_BYTES_PER_S)] = 0.0

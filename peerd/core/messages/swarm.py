@@ -33,13 +33,13 @@ from peerd.core.limits import (
     STAGES,
     WAITS_CHARS,
 )
+from peerd.core.messages.contributions import Rest
 from peerd.core.messages.encoding import Message
 from peerd.core.messages.microbatches import Mb as Mb
 from peerd.core.messages.microbatches import Mbs as Mbs
 from peerd.core.messages.microbatches import PeerText as PeerText
 from peerd.core.messages.microbatches import Seq as Seq
 from peerd.core.messages.microbatches import Seqs as Seqs
-from peerd.core.messages.rest import Rest
 
 AddrText = Annotated[str, msgspec.Meta(max_length=512)]
 StepNumber = Annotated[int, msgspec.Meta(ge=0, le=LAST_STEP)]

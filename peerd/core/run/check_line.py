@@ -88,6 +88,7 @@ _SECTIONS: Final[dict[str, dict[str, Between | Rule]]] = {
     "averaging": {
         **{"code": Rule.CHOICE, "block": _SIZE, "rank": _SIZE, "part_bytes": Between(1024, 4 << 20)},
         **{"sender_timeout_s": Between(0, 3600), "group_size": _SIZE},
+        "contributors": Rule.CHOICE,
     },
     "data": {**_SOURCE, "shuffle_buffer": Between(1, 10_000_000), "holdout": Between(0, 1)},
     "data.sources[]": {**_SOURCE, "weight": _SCALE},

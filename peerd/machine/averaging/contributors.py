@@ -29,7 +29,7 @@ _FEW = 12  # members of which single changes are tried as well
 _LADDER = 1.5  # between the lengths of prefixes that are tried, from _EACH on
 _EACH = 8
 _STEPS = 40  # of bisection for a rate
-_MOST_BYTES_PER_S = 1e12
+_MOST_BYTES_PER_S = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class StepCost:
 class ContributorChoice:
     """The choice among the members of one stage. See the module's header.
 
-    An unknown line counts as the median of the known ones, and so does an unknown pace. `helpers` sum parts whoever
-    contributes.
+    An unknown line counts as the median of the known ones, and so does an unknown pace; where no line is known, lines
+    cost nothing. `helpers` sum parts in any case.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ContributorChoice:
         usual_per_s = statistics.median([one.per_s for one in given if one.per_s > 0] or [1.0])
         self._per_s = {one.peer: one.per_s or usual_per_s for one in given}
         rates = {one.peer: _narrower(one.line) for one in given}
-        usual_rate = statistics.median([rate for rate in rates.values() if rate is not None] or [math.inf])
+        usual_rate = statistics.median([rate for rate in rates.values() if rate is not None] or [_MOST_BYTES_PER_S])
         self._rates = {peer: usual_rate if rate is None else rate for peer, rate in rates.items()}
         self._sums = {one.peer for one in given if one.line.mode is Mode.NODE}
         self._helper_rates = [rate if (rate := _narrower(line)) is not None else usual_rate for line in helpers]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import FORESEEABLE_S, LINE_BYTES_PER_S
-from peerd.core.messages.rest import Rest
+from peerd.core.messages.contributions import Rest
 from peerd.core.messages.swarm import MAX_MEMBERS, Position
 from peerd.machine.averaging.contributors import (
     LEAST,
@@ -30,7 +30,7 @@ from peerd.machine.averaging.contributors import (
     with_unknown,
 )
 from peerd.machine.swarm.events import ConductorConfig, Note
-from peerd.machine.swarm.posts import peer_of, short, stage_of
+from peerd.machine.swarm.posts import peer_of, short
 from peerd.machine.swarm.roster import Roster
 
 _LOOKS_TO_REST = 2  # steps after which a contributor should rest, one after the other, before it does
@@ -43,9 +43,10 @@ _TRIES_MOST = 6  # doublings of the pause
 
 @dataclass(slots=True)
 class _Resting:
-    """One member that rests: why, since when, and how often it was tried again before."""
+    """One member that rests: why, in which stage, since when, and how often it was tried again before."""
 
     rest: Rest
+    stage: int
     since: float
     tries: int = 0
 
@@ -244,7 +245,8 @@ class Resting:
             min(without_s, FORESEEABLE_S),
             min(choice.needed_bytes_per_s(others, post) or 0.0, LINE_BYTES_PER_S),
         )
-        self._resting[post] = _Resting(rest, now, self._tries.pop(post, 0))
+        stage = self._roster.entries[post].stage
+        self._resting[post] = _Resting(rest, stage, now, self._tries.pop(post, 0))
         self.peers.add(peer_of(post))
         self._looks.pop(post, None)
         told = f"with its gradients a step would take {with_s:.1f} s, and takes {without_s:.1f} s without them"
@@ -253,9 +255,9 @@ class Resting:
     def _return(self, posts: Iterable[str]) -> list[Note]:
         notes = list[Note]()
         for post in posts:
-            self._tries[post] = self._resting[post].tries + 1
+            stage, self._tries[post] = self._resting[post].stage, self._resting[post].tries + 1
             self._forget([post])
-            self._tell_lines(stage_of(post))
+            self._tell_lines(stage)
             notes.append(Note(f"peer {short(post)} contributes again, once it has caught up"))
         return notes
 
@@ -266,7 +268,7 @@ class Resting:
             self._looks.pop(post, None)
 
     def _of_stage(self, stage: int) -> list[str]:
-        return [post for post in self._resting if stage_of(post) == stage]
+        return [post for post, found in self._resting.items() if found.stage == stage]
 
     def _tell_lines(self, stage: int) -> None:
         able = frozenset(post for post in self._of_stage(stage) if post not in self._no_help)

@@ -20,10 +20,10 @@ from peerd.compute.model.footprint import room_for_activations
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.limits import MICROBATCHES
+from peerd.core.messages.contributions import Rest
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.progress import StageProgress
 from peerd.core.messages.proof import receipt
-from peerd.core.messages.rest import Rest
 from peerd.core.messages.swarm import Mb, MemberAnswer, MemberInfo, Position, PostLoad, Receipt, Relocate
 from peerd.core.run.runfile import RunFile
 from peerd.role import RoleContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peerd.core.messages.rest import Rest
+from peerd.core.messages.contributions import Rest
 from peerd.core.run.runfile import BYTES_PER_MBIT
 from peerd.service.run_services import Carries
 

@@ -1,4 +1,4 @@
-"""Who contributes gradients: the choice beside the best of all choices, slow lines, weak devices, and changes of both."""
+"""Which members contribute gradients: the choice beside the best of all choices, for slow lines and weak devices."""
 
 from __future__ import annotations
 
@@ -139,6 +139,13 @@ def test_an_unknown_line_and_an_unknown_pace_are_usual_ones() -> None:
     assert ContributorChoice(members, StepCost(16, 72e6)).choose() == frozenset()
     nobody_knows = [member(f"p{i}", 100.0, per_s=0.0) for i in range(3)] + [member("slow", 1.0, per_s=0.0)]
     assert ContributorChoice(nobody_knows, StepCost(16, 72e6)).choose() == frozenset()
+
+
+def test_where_no_line_is_known_nobody_rests() -> None:
+    members = [member(f"p{i}", None, per_s=10.0 ** -i) for i in range(5)]
+    choice = ContributorChoice(members, StepCost(16, 1e9, other_computing_s=100.0))
+    assert choice.choose() == frozenset()
+    assert choice.choose(frozenset({"p3", "p4"})) == frozenset()
 
 
 def test_where_another_stage_sets_the_pace_nobody_rests_for_nothing() -> None:

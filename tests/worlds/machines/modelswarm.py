@@ -65,6 +65,9 @@ class Trainer:
 
 
 class Swarm:
+    per_stage = 2  # members
+    weighs = False  # does the conductor weigh what each member's gradients are worth?
+
     def __init__(self, seed: int, delayed: bool = False) -> None:
         self.delayed = delayed
         self.stale = 0  # microbatches averaged that were computed with the parameters before the last step
@@ -84,12 +87,18 @@ class Swarm:
         self.overslept = 0
         for stage in range(STAGES):
             self.histories[stage, START] = ()
-            for _ in range(2):
+            for _ in range(self.per_stage):
                 self.join(stage)
 
     def new_conductor(self) -> Conductor:
         config = ConductorConfig(
-            stages=STAGES, microbatches=BATCH, delayed=self.delayed, first_save=2, gather_s=1.0, broken_s=3.0
+            stages=STAGES,
+            microbatches=BATCH,
+            delayed=self.delayed,
+            first_save=2,
+            gather_s=1.0,
+            broken_s=3.0,
+            weighs=self.weighs,
         )
         return Conductor(config, random.Random(self.rng.random()), self.now, self.origin())
 
@@ -210,7 +219,7 @@ class Swarm:
         m.known = m.known and self.conductor.is_member(name, m.session)
         if m.known and current is not None and current not in m.seen:
             m.seen.append(current)
-        if m.known and current is not None and m.position != current:
+        if m.known and current is not None and m.position != current and self.conductor.resting.of(name) is None:
             self.download(m, current)
         self.conductor.saved(name, m.saved)
         self.say_line(name, m.stage, "client" if self.clients and m.session % 4 == 0 else "node")
@@ -326,7 +335,7 @@ class Swarm:
         m = self.members.get(call.peer)
         lost = self.rng.random() < 0.05
         if isinstance(call, SendPrepare):
-            if call.peer.startswith("helper"):
+            if call.peer not in call.group:  # a helper, or a member that rests
                 self.tell(PrepareEnded(call.peer, call.attempt, not lost))
             elif m is None or lost:
                 self.tell(PrepareEnded(call.peer, call.attempt, False))
@@ -429,3 +438,24 @@ class RememberingSwarm(Swarm):
 
     def is_believed(self, m: Member) -> bool:
         return m.name in self.established
+
+
+class WeighingSwarm(RememberingSwarm):
+    """One of more members, on lines so different that some of them rest, and others later."""
+
+    per_stage = 4
+    weighs = True
+
+    def __init__(self, seed: int, delayed: bool = False) -> None:
+        self.rested = set[str]()  # members that did
+        super().__init__(seed, delayed)
+
+    def happen(self, faults: bool) -> None:
+        super().happen(faults)
+        self.rested |= {name for name in self.members if self.conductor.resting.of(name) is not None}
+
+    def say_line(self, name: str, stage: int, mode: str) -> None:
+        """Report of a line; it changes now and then."""
+        rate = 10 ** random.Random(f"{name} {self.now // 60}").uniform(5.0, 8.0)
+        line = LineInfo(mode, rate, rate, 10_000_000, "float32")  # type: ignore[arg-type]
+        self.conductor.said_of_line(self.now, name, stage, line)
