@@ -1,10 +1,12 @@
-"""Line information that a peer declares, for the conductor to divide averaging by."""
+"""Line information that a peer declares to the conductor, and the text on a line that is too slow to contribute."""
 
 from __future__ import annotations
 
 from typing import Final, Literal
 
+from peerd.core.messages.contributions import Rest
 from peerd.core.messages.swarm import LineInfo
+from peerd.core.run.runfile import BYTES_PER_MBIT
 from peerd.service.run_services import Carries
 
 _NOTHING_BYTES_PER_S: Final = 1.0  # 0 would be unknown
@@ -30,3 +32,22 @@ def own_line(
         up_measured=carries.up_measured,
         down_measured=carries.down_measured,
     )
+
+
+def rest_text(rest: Rest, carries: Carries) -> str:
+    """One sentence for the user: why this peer contributes no gradients, and which line would change that."""
+    told = f"this peer rests: a step takes {_seconds(rest.without_s)} without its gradients"
+    told += f", and would take {_seconds(rest.with_s)} with them"
+    if not rest.needed_bytes_per_s:
+        return f"{told}; its device computes too slowly to make up for that"
+    known = [rate for rate in (carries.up_bytes_per_s, carries.down_bytes_per_s) if rate]
+    now = f" (it carries {_mbit(min(known))})" if known else ""
+    return f"{told}; it would contribute with a line of {_mbit(rest.needed_bytes_per_s)}{now}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
+def _mbit(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / BYTES_PER_MBIT:.3g} Mb/s"

@@ -40,9 +40,9 @@ from peerd.training.stage.announcement import announce_now_and_then
 from peerd.training.stage.averaging import Rounds
 from peerd.training.stage.external_model import Own
 from peerd.training.stage.handover import HandOver
+from peerd.training.stage.line_info import rest_text
 from peerd.training.stage.orders import PostOrders
 from peerd.training.stage.post_state import PostState
-from peerd.training.stage.rest_notice import RestNotice
 from peerd.training.stage.serving import Serving
 from peerd.training.stage.session import ConductorSession, Holdings, PostReport
 from peerd.training.stage_works import stage_works
@@ -315,7 +315,7 @@ class Post:
             self._ctx.log.event("stage.contributes", stage=self.stage)
 
     def _rest_text(self) -> str | None:
-        return RestNotice(self._rest, self._services.carries()).text() if self._rest is not None else None
+        return rest_text(self._rest, self._services.carries()) if self._rest is not None else None
 
     # --- being seen -------------------------------------------------------------------------------------------
 
