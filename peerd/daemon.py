@@ -1,7 +1,7 @@
 """The composition root: builds every part of one peer, starts them in order, supervises roles, and stops in order.
 
 Start: lock and identity, host, calls, DHT, control socket, roles. Stop: roles leave (refuse new work, hand in what
-is finished), records are withdrawn, links are closed with a goodbye; all within `DRAIN_S`. The first signal asks
+is finished), records are withdrawn, links are closed with a goodbye; all within `DRAIN_S`, or longer while a role saves what nobody else has. The first signal asks
 for that, the second stops at once; when its hours are over, a guest's peer does so by itself. A role that fails is
 built anew after a pause, a few times; then the daemon gives up and says why. A service that fails begins again for as
 long as the daemon lives (`net/host/upkeep`). The role supervisor below is one of the places where any exception is
@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import signal
-import sys
-import threading
 import traceback
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +29,8 @@ from peerd.control import memory_limit, socket
 from peerd.control.company import Company, CompanyWish
 from peerd.control.connectivity import Connectivity, ConnectivityConfig, relaying
 from peerd.control.guest import limits_told
+from peerd.control.leaving import DRAIN_S, LEAVE_S, STOP_S, Leaving
+from peerd.control.leaving import end_process_after as _end_process_after
 from peerd.control.open_hours import OpenHours
 from peerd.control.papers import PeerPapers
 from peerd.core.addr import parse_addr, parse_announced, peers_named, with_peer
@@ -53,10 +52,7 @@ from peerd.service.access import Access
 from peerd.service.peer_stack import PeerStack
 from peerd.service.run_services import RunServices
 
-LEAVE_S: Final = 6.5  # for roles to hand in what they hold
 WITHDRAW_S: Final = 1.0  # for the peers that keep our records to hear of it
-DRAIN_S: Final = 9.8  # after this the process ends, whatever still runs: a user who pressed Ctrl+C waits for it
-STOP_S: Final = 2.0  # the same after the second signal
 RESTART_PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)  # before each new try of a role that failed
 HEALTHY_S: Final = 60.0  # a role that ran this long starts again with the first pause
 WAITS_PERIOD_S: Final = 1.0  # how often a change in what roles wait for is looked for
@@ -152,6 +148,7 @@ class Daemon:
         self.rests = False  # it stops because its hours are over
         self._up = False
         self._drained = False
+        self._leaving = Leaving(self._tell_unsaved)
 
     def stop(self, reason: str) -> None:
         """Ask for an orderly end; repeated asking changes nothing."""
@@ -301,7 +298,7 @@ class Daemon:
         self.stop(f"role {held.cls.name} failed")
 
     async def _leave(self) -> None:
-        """Let every living role hand in what it holds, all at once, within LEAVE_S."""
+        """Let every living role hand in what it holds, all at once, within LEAVE_S: see `Leaving`."""
 
         async def leave(held: _Held, role: Role) -> None:
             failure = await _failure_of(role.leave)
@@ -310,14 +307,28 @@ class Daemon:
             held.state = "left"
 
         self._log.event("daemon.stopping", why=self._stop_reason)
-        with trio.move_on_after(LEAVE_S) as limit:
-            async with trio.open_nursery() as nursery:
-                for held in self._held:
-                    if held.role is not None and held.state == "running":
-                        nursery.start_soon(leave, held, held.role)
+        async with trio.open_nursery() as watch:
+            with trio.CancelScope() as limit:
+                watch.start_soon(self._leaving.limit, limit, self._unsaved)
+                async with trio.open_nursery() as nursery:
+                    for held in self._held:
+                        if held.role is not None and held.state == "running":
+                            nursery.start_soon(leave, held, held.role)
+            watch.cancel_scope.cancel()
         if limit.cancelled_caught:
             late = [held.cls.name for held in self._held if held.state == "running"]
             self._log.event("role.left_late", level="warn", roles=late, after_s=LEAVE_S)
+
+    def _unsaved(self) -> list[str]:
+        """What roles that leave still have to write, as sentences; nothing where a failure ends the process."""
+        if self._failure is not None:
+            return []
+        roles = [held.role for held in self._held if held.role is not None and held.state == "running"]
+        return [found for role in roles if isinstance(found := getattr(role, "unsaved", None), str)]
+
+    def _tell_unsaved(self, what: str) -> None:
+        say(f"{what}; once more to stop without it")
+        self._log.event("role.unsaved", what=what)
 
     def _keep_traceback(self, failure: Exception) -> None:
         if isinstance(failure, ConfigError):
@@ -421,7 +432,7 @@ class Daemon:
             if self._up and (self.rests or not self._stopping.is_set()):
                 self.rests = False
                 say("stopping; once more to stop at once")
-                _end_process_after(DRAIN_S, lambda: 0 if self._drained else 1)
+                _end_process_after(DRAIN_S, lambda: 0 if self._drained else 1, self._leaving.until)
                 self.stop(name)
                 continue
             if self._up:
@@ -463,20 +474,6 @@ def _is_expected(error: Exception) -> bool:
 def say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         print(text, flush=True)
-
-
-def _end_process_after(delay_s: float, code: Callable[[], int]) -> None:
-    """End the process after `delay_s`, as promised to the user that pressed Ctrl+C, even when a job on the device does
-    not end.
-    """
-
-    def end() -> None:
-        sys.stderr.write("peerd: something did not stop in time; ending the process\n")
-        os._exit(code())
-
-    timer = threading.Timer(delay_s, end)
-    timer.daemon = True
-    timer.start()
 
 
 def best_addr(addrs: Sequence[str]) -> str:

@@ -77,7 +77,8 @@ class Role(Protocol):
 
     async def leave(self) -> None:
         """Stop taking new work and hand in what is finished; called once before `run` is cancelled, under the
-        daemon's deadline (a few seconds)."""
+        daemon's deadline (a few seconds). A role may have an attribute `unsaved`: a sentence on a state that it still
+        writes and that nobody else is known to have, else None; while it is a sentence the role has longer."""
         ...
 
     def status(self) -> dict[str, object]:

@@ -153,6 +153,11 @@ class TrainerRole:
             await self.replica.leave()
         await self._contributor.say_goodbye()
 
+    @property
+    def unsaved(self) -> str | None:
+        """As `StageMember.unsaved`."""
+        return self.replica.unsaved if self.replica is not None else None
+
     def status(self) -> dict[str, object]:
         replica = {"replica": self.replica.status()} if self.replica is not None else {}
         experts = {"experts": self._flights.status()} if self._flights is not None else {}

@@ -84,7 +84,7 @@ async def network(folder: Path) -> AsyncIterator[Net]:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemon, "_end_process_after", lambda delay_s, code: None)
+    monkeypatch.setattr(daemon, "_end_process_after", lambda *_: None)
     Works.happened.clear()
 
 

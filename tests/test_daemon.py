@@ -120,7 +120,7 @@ async def peer(home: Path, *roles: type[Any]) -> AsyncIterator[Peer]:
 @pytest.fixture(autouse=True)
 def _no_hard_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last resort would end the test process."""
-    monkeypatch.setattr(daemon, "_end_process_after", lambda delay_s, code: None)
+    monkeypatch.setattr(daemon, "_end_process_after", lambda *_: None)
 
 
 async def test_a_signal_lets_roles_leave_before_they_are_cancelled(
@@ -255,6 +255,32 @@ async def test_a_role_that_does_not_leave_is_not_waited_for_long(
         assert trio.current_time() - before < daemon.DRAIN_S
     assert one.error is None
     assert "role.left_late" in one.names()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_role_that_saves_what_nobody_else_has_is_waited_for_unless_the_process_failed(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock, capsys: pytest.CaptureFixture[str], fails: bool
+) -> None:
+    class Saves(Quiet):
+        name = "saves"
+        unsaved: str | None = None
+
+        async def leave(self) -> None:
+            self.unsaved = "saving step 7 of stage 0, which no other peer is known to have"
+            await trio.sleep(100)
+            self.unsaved = None
+            self.happened.append("left")
+
+    async with peer(tmp_path, Saves) as one:
+        await trio.sleep(1)
+        if fails:
+            one.daemon._failure = ConfigError("it takes more memory than it may")
+        await one.press.send(signal.SIGINT)
+        await one.ended.wait()
+    assert ("left" in Saves.happened) != fails
+    assert ("role.left_late" in one.names()) == fails
+    told = "saving step 7 of stage 0, which no other peer is known to have; once more to stop without it"
+    assert (told in capsys.readouterr().out) != fails
 
 
 async def test_a_second_signal_stops_at_once(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:

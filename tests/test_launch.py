@@ -62,7 +62,7 @@ class Night:
 @pytest.fixture(autouse=True)
 def _own_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setattr(daemon, "_end_process_after", lambda delay_s, code: None)
+    monkeypatch.setattr(daemon, "_end_process_after", lambda *_: None)
 
 
 @contextlib.asynccontextmanager

@@ -28,7 +28,6 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.commands.status.swarm_view.SWARM_TIMEOUT_S": AGAIN,
     "peerd.control.company._FIRST_WORD_S": PAUSE,
     "peerd.control.socket.ANSWER_TIMEOUT_S": LOCAL,
-    "peerd.daemon.LEAVE_S": LEAVING,
     "peerd.daemon.WITHDRAW_S": LEAVING,
     "peerd.demo.parent.START_S": LOCAL,
     # data and devices

@@ -81,6 +81,11 @@ class StageMember:
             for held in self._held.values():
                 nursery.start_soon(self._end, held)
 
+    @property
+    def unsaved(self) -> str | None:
+        """The sentence on a state that would be lost if this process ended now, while it leaves; else None."""
+        return next((found for post in self.posts if (found := post.unsaved) is not None), None)
+
     async def enter(self, stage: int) -> Post:
         """Serve `stage`, too, from now on; LocalError when this process does so already."""
         assert self._nursery is not None

@@ -41,6 +41,15 @@ class PostOrders:
         self._total: Total | None = None  # that a commit would step with
         self.counted: list[Mb] = []
         self.digest = b""
+        self._closed = False
+
+    def close(self) -> None:
+        """Obey no order from now on: the post is being left."""
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Refused("this peer is leaving its stage")
 
     def arrived(self, anew: bool) -> None:
         """Forget the prepared sum: the post has another position. `anew`: otherwise than by a step of its own."""
@@ -53,6 +62,7 @@ class PostOrders:
 
     async def prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
         """Average the gradients of a step with stage-mates; the answer says that the sum is prepared."""
+        self._check_open()
         body = call.body
         if not all(map(is_peer_text, body.group)):
             raise ProtocolViolation("the group names somebody who can't be a peer", call.peer)
@@ -105,6 +115,7 @@ class PostOrders:
 
     async def commit(self, call: Incoming[Commit]) -> Answer[Moved]:
         """Step with the prepared sum; the answer has this member's signature of the step."""
+        self._check_open()
         position = await self._state.move(call.body.target, self._step_to)
         if position != call.body.target or not self.digest:
             return Answer(Moved(position))
@@ -113,6 +124,7 @@ class PostOrders:
 
     async def restore(self, call: Incoming[Restore]) -> Answer[Moved]:
         """Go back to a checkpoint of our own."""
+        self._check_open()
         return Answer(Moved(await self._state.move(call.body.target, self._state.load_saved)))
 
     async def _step_to(self, target: Position) -> None:

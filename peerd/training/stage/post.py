@@ -48,7 +48,7 @@ from peerd.training.stage.session import ConductorSession, Holdings, PostReport
 from peerd.training.stage_works import stage_works
 
 _LEAVE_PATIENCE_S: Final = 4.0
-_BRANCH_S: Final = 30.0  # for the disk to take the checkpoint of a branch that is left,
+_BRANCH_S: Final = 30.0  # for the disk to take a checkpoint of what nobody else may have,
 _SLOW_DISK_BYTES_PER_S: Final = 10e6  # beside what its bytes may take
 
 
@@ -80,10 +80,11 @@ class Post:
         self.state.arrived, self.orders.stepped = self._arrived, self._made_step
         self.state.restored = self._restored
         self.catching_up.keep_branch = self._keep_branch
-        self._leaving = False
+        self._leaving = self._gave_up_writing = False
         self._waits_for: str | None = "the stage to be built"
         self._complete = False
         self._rest: Rest | None = None  # it contributes no gradients for now
+        self._announcing = trio.CancelScope()
         self.announced = trio.Event()  # the directory has its record
 
     # --- life -------------------------------------------------------------------------------------------------
@@ -127,8 +128,7 @@ class Post:
         self._following.joined_since = self.session.since  # from now on it may be asked to conduct
 
     def _start_all(self, nursery: trio.Nursery) -> None:
-        announce = partial(announce_now_and_then, self._ctx, self._services, self._progress)
-        nursery.start_soon(announce, self.state.stepped, self.announced)
+        nursery.start_soon(self._announce)
         nursery.start_soon(self.state.run)
         nursery.start_soon(self.saving.run)
         nursery.start_soon(self.catching_up.run)
@@ -138,6 +138,10 @@ class Post:
             nursery.start_soon(self._store.run)
         nursery.start_soon(self.session.run)
         nursery.start_soon(self.handover.run)
+
+    async def _announce(self) -> None:
+        with self._announcing:
+            await announce_now_and_then(self._ctx, self._services, self._progress, self.state.stepped, self.announced)
 
     def _handlers(self) -> StageHandlers:
         orders, serving = self.orders, self.serving
@@ -188,11 +192,41 @@ class Post:
         if not may_go():
             self._leaving = False
             return False
-        await self.state.save()
-        with trio.move_on_after(_LEAVE_PATIENCE_S):
-            await self.saving.written()
+        self.orders.close()  # what is written now must stay the newest that this post has
+        self._announcing.cancel()
         await self.session.say_goodbye()
+        try:
+            await self._write_last()
+        finally:
+            self._gave_up_writing = True
         return True
+
+    async def _write_last(self) -> None:
+        """Write the state that the post leaves with; where others have it, a slow disk is not waited for."""
+        patience_s = _LEAVE_PATIENCE_S
+        if self.unsaved is not None:
+            patience_s = await self._disk_s()
+            await self._services.directory.withdraw(self.stage)  # nobody should count on us meanwhile
+        await self.state.save()
+        with trio.move_on_after(patience_s):
+            await self.saving.written()
+
+    async def _disk_s(self) -> float:
+        """Returns the seconds that the slowest disk we wait for needs for our state."""
+        specs = await self.state.work(self.state.model.outline, "outline the state")
+        return _BRANCH_S + sum(spec.nbytes for spec in specs) / _SLOW_DISK_BYTES_PER_S
+
+    @property
+    def unsaved(self) -> str | None:
+        """The sentence on the state that would be lost if this process ended now; None if none would be."""
+        if not self.state.built or self._gave_up_writing or not self.state.keeps_checkpoints:
+            return None
+        step, own = self.step, self._ctx.host.id.text
+        if not step or self.state.position in self.saving.positions:
+            return None
+        if any(m.ready and m.stage == self.stage and m.peer != own for m in self.members):
+            return None
+        return f"saving step {step} of stage {self.stage}, which no other peer is known to have"
 
     # --- as its parts see it ----------------------------------------------------------------------------------
 
@@ -262,9 +296,7 @@ class Post:
         """
         if self.state.position == position:
             await self.state.save()
-            specs = await self.state.work(self.state.model.outline, "outline the state")
-            size = sum(spec.nbytes for spec in specs)
-            with trio.move_on_after(_BRANCH_S + size / _SLOW_DISK_BYTES_PER_S):
+            with trio.move_on_after(await self._disk_s()):
                 await self.saving.written()
             self.saving.hold(position)
 

@@ -229,6 +229,11 @@ class PostState:
 
     # --- keeping ----------------------------------------------------------------------------------------------
 
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """True unless a user's own loop keeps its checkpoints by itself."""
+        return self._own is None or self._own.saves
+
     async def save_if_due(self) -> None:
         """Save if the run file wants a checkpoint of this step."""
         if self._saving.due(self.position.step):
@@ -236,8 +241,8 @@ class PostState:
 
     async def save(self) -> None:
         """Copy the state and queue it for the disk: training does not wait for the write."""
-        kept, position = self._own is None or self._own.saves, self.position
-        if not kept or not position.step or self._saving.has(position):
+        position = self.position
+        if not self.keeps_checkpoints or not position.step or self._saving.has(position):
             return
         try:
             state = await self.work(self.model.state, "copy the state")

@@ -75,11 +75,12 @@ class ConductorSession:
         self._line_said: LineInfo | None = None
         self._stated = START
         self._load_said_at = float("-inf")
+        self._left = False
 
     async def run(self) -> None:
-        """Report until cancelled."""
+        """Report until cancelled, or until the goodbye."""
         by = f" of stage {self.stage}"
-        while True:
+        while not self._left:
             told = self._news
             with trio.CancelScope() as self._asking:
                 timeout_s = _WAIT_S + _ANSWER_S
@@ -99,7 +100,9 @@ class ConductorSession:
         self._asking.cancel()
 
     async def say_goodbye(self) -> None:
-        """Tell the conductor that the post is left, so that no step waits for it."""
+        """Tell the conductor that the post is left, so that no step waits for it; no report follows."""
+        self._left = True
+        self._asking.cancel()
         await self._following.say_goodbye(self._services.fingerprint, self.stage)
 
     def _report(self) -> MemberSync:

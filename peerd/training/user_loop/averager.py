@@ -93,6 +93,11 @@ class AveragerRole:
         await self._member.leave()
         await self._contributor.say_goodbye()
 
+    @property
+    def unsaved(self) -> str | None:
+        """As `StageMember.unsaved`."""
+        return self._member.unsaved
+
     def status(self) -> dict[str, object]:
         waits_for = self._contributor.waits_for
         if not waits_for and not self._begun:
