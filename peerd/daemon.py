@@ -1,11 +1,11 @@
 """The composition root: builds every part of one peer, starts them in order, supervises roles, and stops in order.
 
 Start: lock and identity, host, calls, DHT, control socket, roles. Stop: roles leave (refuse new work, hand in what
-is finished), records are withdrawn, links are closed with a goodbye; all within `DRAIN_S`, or longer while a role saves what nobody else has. The first signal asks
-for that, the second stops at once; when its hours are over, a guest's peer does so by itself. A role that fails is
-built anew after a pause, a few times; then the daemon gives up and says why. A service that fails begins again for as
-long as the daemon lives (`net/host/upkeep`). The role supervisor below is one of the places where any exception is
-caught: a plug-in's bug must not take the other roles with it.
+is finished), records are withdrawn, links are closed with a goodbye; all within `DRAIN_S`, or longer while a role saves
+what nobody else has. The first signal asks for that, the second stops at once; when its hours are over, a guest's peer
+does so by itself. A role that fails is built anew after a pause, a few times; then the daemon gives up and says why. A
+service that fails begins again for as long as the daemon lives (`net/host/upkeep`). The role supervisor below is one of
+the places where any exception is caught: a plug-in's bug must not take the other roles with it.
 """
 
 from __future__ import annotations

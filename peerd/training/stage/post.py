@@ -203,18 +203,21 @@ class Post:
 
     async def _write_last(self) -> None:
         """Write the state that the post leaves with; where others have it, a slow disk is not waited for."""
-        patience_s = _LEAVE_PATIENCE_S
-        if self.unsaved is not None:
-            patience_s = await self._disk_s()
-            await self._services.directory.withdraw(self.stage)  # nobody should count on us meanwhile
+        if self.unsaved is None:
+            await self.state.save()
+            with trio.move_on_after(_LEAVE_PATIENCE_S):
+                await self.saving.written()
+            return
+        await self._services.directory.withdraw(self.stage)  # nobody should count on us meanwhile
         await self.state.save()
-        with trio.move_on_after(patience_s):
-            await self.saving.written()
+        await self._write_on_slow_disks()
 
-    async def _disk_s(self) -> float:
-        """Returns the seconds that the slowest disk we wait for needs for our state."""
+    async def _write_on_slow_disks(self) -> None:
+        """Wait until checkpoints are written, as long as a disk may take for them."""
         specs = await self.state.work(self.state.model.outline, "outline the state")
-        return _BRANCH_S + sum(spec.nbytes for spec in specs) / _SLOW_DISK_BYTES_PER_S
+        size = sum(spec.nbytes for spec in specs)
+        with trio.move_on_after(_BRANCH_S + size / _SLOW_DISK_BYTES_PER_S):
+            await self.saving.written()
 
     @property
     def unsaved(self) -> str | None:
@@ -296,8 +299,7 @@ class Post:
         """
         if self.state.position == position:
             await self.state.save()
-            with trio.move_on_after(await self._disk_s()):
-                await self.saving.written()
+            await self._write_on_slow_disks()
             self.saving.hold(position)
 
     def _made_step(self, before: Position, leap: Leap, counted: int) -> None:
