@@ -230,8 +230,6 @@ class BackboneRole:
 
     async def _announce(self, services: RunServices) -> None:
         positions = self._keeping.kept if self._keeping is not None else self._listed
-        if not positions:
-            return
         try:
             await services.directory.announce_kept(positions)
         except RemoteError as error:

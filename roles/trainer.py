@@ -41,6 +41,7 @@ from peerd.role import RoleContext
 from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.load import Load
 from peerd.service.pipeline.relaying import Relaying
+from peerd.training.checkpoints.final_state import FinalState
 from peerd.training.contributor import Contributor
 from peerd.training.moe.expert_flights import ExpertFlights
 from peerd.training.stage.member import StageMember
@@ -72,6 +73,8 @@ class TrainerRole:
         self._is_replica = ctx.run.pipeline.stages == 1
         # Where role `stage` is in this process, the replica is its post.
         self.replica = StageMember(ctx) if self._is_replica and "stage" not in ctx.beside else None
+        keeps = self.replica is not None and ctx.run.experts is None
+        self._final = FinalState(ctx, self._services, self.replica) if keeps and self.replica is not None else None
         self._flights: ExpertFlights | None = None
         if self.replica is not None and ctx.run.experts is not None:
             calls = self._services.expert_calls(ctx.worker("coding"))
@@ -136,6 +139,8 @@ class TrainerRole:
             await self._contributor.follow()
             await self._finish()
             if self.replica is not None:
+                if self._final is not None:
+                    await self._final.settled(self._books.step)
                 await self.replica.leave()
             nursery.cancel_scope.cancel()
 
@@ -191,7 +196,8 @@ class TrainerRole:
         reason = "the first samples" if self._contributor.answer is None else None
         told = dict.fromkeys([self._contributor.waits_for, self._pipeline.waits_for])
         waits = "; ".join(text for text in told if text)  # what is begun and not done may fail for the other's reason
-        return self._preparing or self._services.view.waits_for() or waits or self._data_problem or reason
+        final = self._final.waits_for if self._final is not None else None
+        return final or self._preparing or self._services.view.waits_for() or waits or self._data_problem or reason
 
     # --- samples ----------------------------------------------------------------------------------------------
 

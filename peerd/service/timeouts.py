@@ -91,6 +91,8 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.service.run_services._SILENCES": BYTES,
     "peerd.training.stage.announcement._ANNOUNCE_RARELY_S": PAUSE,
     "peerd.training.stage.announcement._ANNOUNCE_S": PAUSE,
+    "peerd.training.checkpoints.final_state._SILENT_S": BYTES,
+    "peerd.training.checkpoints.final_state._SLOW_LINE_BYTES_PER_S": BYTES,
     "peerd.training.stage.moving._LOOK_S": PAUSE,
     "peerd.training.stage.post._LEAVE_PATIENCE_S": LEAVING,
     "peerd.training.contributor._LEAVE_PATIENCE_S": LEAVING,

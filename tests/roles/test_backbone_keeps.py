@@ -21,6 +21,7 @@ from peerd.core.messages.swarm import StatePiece
 from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.state.snapshot import Giving
+from peerd.training.checkpoints.keeper import Keeping
 from peerd.training.checkpoints.stage_checkpoints import Saving
 from peerd.training.learning_curve import Curves
 from roles.backbone import BackboneRole
@@ -237,3 +238,31 @@ async def test_a_backbone_that_gives_wrong_bytes_is_refused_and_named(
         notes = [str(event["note"]) for event in told(fresh, "stage.download_noted")]
         assert [note for note in notes if f"donor {liar_name[-6:]} is not asked again" in note and "digest" in note]
         assert {event["step"] for event in told(fresh, "stage.restored")} <= set(kept(honest))
+
+
+async def test_the_last_state_of_replicas_is_kept_before_they_end(tmp_path: Path, run: RunFile) -> None:
+    optimizer = structs.replace(run.optimizer, total_steps=10)
+    pipeline = structs.replace(run.pipeline, stages=1)
+    run = structs.replace(run, optimizer=optimizer, pipeline=pipeline)
+    async with swarm(tmp_path / "peers") as s:
+        keeper = await s.start("backbone", BackboneRole, run)
+        trainers = [await s.start(f"trainer{number}", TrainerRole, run) for number in range(2)]
+        for trainer in trainers:
+            await trainer.finished.wait()
+        assert keeper.role.status()["kept_steps"][-1] == 10, "\n".join(events(s.peers.values()))
+        assert not [event for trainer in trainers for event in trainer.log.recent(500) if "final" in event["name"]]
+
+
+async def test_replicas_end_though_their_backbone_keeps_nothing(
+    tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Keeping, "due", lambda self, step: False)
+    optimizer = structs.replace(run.optimizer, total_steps=5)
+    run = structs.replace(run, optimizer=optimizer, pipeline=structs.replace(run.pipeline, stages=1))
+    async with swarm(tmp_path / "peers") as s:
+        await s.start("backbone", BackboneRole, run)
+        trainer = await s.start("trainer", TrainerRole, run)
+        with trio.fail_after(200):
+            await trainer.finished.wait()
+        [event] = [event for event in trainer.log.recent(500) if event["name"] == "final.not_kept"]
+        assert "it is in " in event["reason"]

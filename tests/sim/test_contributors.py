@@ -144,6 +144,22 @@ def test_steps_without_the_one_that_rests_are_exact_whoever_dies(tmp_path: Path,
         assert differences(run, plain, [module]) == []
 
 
+async def end_with_one_that_rests(roles: Roles) -> None:
+    async with World(1, swarm(), WorldConfig(line=lambda _: line(100.0))).running() as world:
+        await begin(world, roles, 3)
+        slow = roles.live["slow"].replica
+        assert await world.until(lambda: slow.step == STEPS, within_s=1200), roles.story()
+        digests = {roles.live[name].replica.post.served.module.digest() for name in ("fast0", "slow")}
+        assert len(digests) == 1
+
+
+@pytest.mark.thorough
+def test_at_the_end_of_the_run_the_one_that_rests_fetches_the_finished_model(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    run = run_of(tmp_path, optimizer=EXACT)
+    run_virtual(end_with_one_that_rests, Roles(run, tmp_path / "peers", partial(PacedDevice, MICROBATCH_S)), seed=1)
+
+
 async def lose_the_fast(roles: Roles) -> None:
     async with World(1, swarm(), WorldConfig(line=lambda _: line(100.0))).running() as world:
         await begin(world, roles, 2 + 1)

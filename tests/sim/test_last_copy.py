@@ -1,6 +1,4 @@
-"""A stage peer that leaves with a state that nobody else has, on a slow disk, in virtual time: it is saved, and it is the
-newest that the peer had; where others have it, nobody waits for the disk.
-"""
+"""A stage peer that leaves with a state that nobody else has, on a slow disk: it is saved, and it is its newest."""
 
 from __future__ import annotations
 

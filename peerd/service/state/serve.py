@@ -201,6 +201,7 @@ class Giving:
 
     def __init__(self, rpc: Rpc, methods: Methods = STATE) -> None:
         self.is_member: Callable[[PeerId], bool] = lambda _: False  # of the run, as far as we know
+        self.given_bytes = 0  # of pieces
         self._offers: dict[int, _Offer] = {}  # by stage
         self._meeting: set[PeerId] = set()  # callers that wait for a step
         rpc.serve(methods.manifest, StateRequest, self._give_manifest, declared=DECLARED[methods.manifest])
@@ -298,6 +299,7 @@ class Giving:
             raise Refused("no such piece")
         data = copy.layout.cut_out(call.body.piece, copy.payloads)
         copy.gave(call.peer, call.body.piece, data.nbytes)
+        self.given_bytes += data.nbytes
         return Answer(Empty(), (TensorFrame("uint8", (data.nbytes,), data),))
 
 

@@ -69,7 +69,8 @@ class Directory:
         self.run, self.stages = run, stages
         self._host, self._dht, self._gate = host, dht, gate
         self.announced: dict[tuple[PeerId, int], StagePeer] = {}  # by peer and stage
-        self.kept: dict[PeerId, list[Position]] = {}  # what backbones say that they keep
+        self.kept: dict[PeerId, list[Position]] = {}  # what backbones say that they keep,
+        self.keeping = frozenset[PeerId]()  # and those that keep checkpoints, though they may have none yet
         self.answered = False  # True if another peer answered the last reading: else nothing follows from it
         self._answered_at = float("-inf")  # the last time that one did, in trio time
 
@@ -91,24 +92,27 @@ class Directory:
         if not self.answered and trio.current_time() - self._answered_at < RECORD_TTL_S:
             fresh = self.announced | fresh  # nobody has said that the others are gone, and their records still live
         self.announced = fresh
-        kept = [(r.publisher, self._kept_by(r.publisher, r.value)) for r in found.get(kept_key(self.run), [])]
-        told = {peer: positions for peer, positions in kept if positions}
+        records = [(r.publisher, self._kept_by(r.publisher, r.value)) for r in found.get(kept_key(self.run), [])]
+        kept = {peer: positions for peer, positions in records if positions is not None}
+        told = {peer: positions for peer, positions in kept.items() if positions}
         self.kept = told if self.answered else self.kept | told
+        self.keeping = frozenset(kept) if self.answered else self.keeping | frozenset(kept)
         return fresh
 
     def keepers(self, position: Position) -> list[PeerId]:
         """Peers that keep the checkpoints of a position."""
         return sorted(peer for peer, positions in self.kept.items() if position in positions)
 
-    def _kept_by(self, peer: PeerId, value: bytes) -> list[Position]:
+    def _kept_by(self, peer: PeerId, value: bytes) -> list[Position] | None:
+        """The positions in a backbone's record, or None if the record is not valid."""
         try:
             kept = decode(KeptCheckpoints, value)
             if self._gate is not None and self._gate.named(peer, kept.token, "backbone") is None:
-                return []
+                return None
             self.learn(peer, kept.addrs, by=peer)
         except ProtocolViolation as error:
             log.warning("skipped a record of kept checkpoints: %s", error.blame(peer))
-            return []
+            return None
         return kept.positions
 
     def _entry(self, peer: PeerId, value: bytes, stage: int) -> StagePeer | None:

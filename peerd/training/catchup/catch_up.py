@@ -140,6 +140,11 @@ class CatchingUp:
         report = self._snapshots.report
         return self._total_bytes + (report.received if report is not None else 0)
 
+    @property
+    def given_bytes(self) -> int:
+        """Bytes of states and totals that others fetched from us so far."""
+        return self._snapshots.giving.given_bytes
+
     # --- giving -------------------------------------------------------------------------------------------------
 
     def offer(self, stage: int) -> None:

@@ -1,0 +1,83 @@
+"""FinalState: what a replica waits for when its run has made all its steps, before its process ends.
+
+First for the finished model itself: a replica that rested, or lagged behind, fetches it from the others. Then for a
+backbone to keep it: once the last replica has left, nobody else can give it. Both waits end by silence, or after a time
+that grows with the state's size, and log what was not had. A stranger that says it is a backbone, and fetches nothing,
+costs _SILENT_S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import trio
+
+from peerd.role import RoleContext
+from peerd.service.run_services import RunServices
+from peerd.training.stage.member import StageMember
+
+_SILENT_S: Final = 60.0  # without a byte of a state
+_SLOW_LINE_BYTES_PER_S: Final = 125_000.0
+_LOOK_S: Final = 1.0
+
+
+class FinalState:
+    """The final state of one replica. See the module's header."""
+
+    def __init__(self, ctx: RoleContext, services: RunServices, replica: StageMember) -> None:
+        self._ctx, self._services, self._replica = ctx, services, replica
+        self.waits_for: str | None = None
+
+    async def settled(self, step: int) -> None:
+        """Wait until this replica has the model of the run's last `step`, and a backbone keeps it, if there is one."""
+        post = self._replica.post
+        if post is None or not post.state.built:
+            return
+        try:
+            await self._fetch(step)
+            if post.step == step:
+                await self._until_kept()
+        finally:
+            self.waits_for = None
+
+    async def _fetch(self, step: int) -> None:
+        """Wait for the replica to catch up with the others' last step."""
+        post = self._replica.post
+        assert post is not None
+        self.waits_for = f"the finished model, of step {step}"
+        if not await self._while_bytes_flow(lambda: post.step >= step, lambda: post.catching_up.received_bytes):
+            told = f"this peer has the model of step {post.step}, and not that of the run's last step {step}"
+            self._ctx.log.event("final.not_fetched", level="warning", reason=told)
+
+    async def _until_kept(self) -> None:
+        """Wait for a backbone that keeps the run's checkpoints to have the last one."""
+        post, directory = self._replica.post, self._services.directory
+        assert post is not None
+        await directory.refresh()
+        if not directory.keeping:
+            return
+        self.waits_for = "a backbone to fetch the finished model"
+        position = post.state.position
+        kept = await self._while_bytes_flow(
+            lambda: bool(directory.keepers(position)), lambda: post.catching_up.given_bytes
+        )
+        if not kept:
+            told = f"no backbone has fetched the finished model: it is in {post.saving.directory}"
+            self._ctx.log.event("final.not_kept", level="warning", reason=told)
+
+    async def _while_bytes_flow(self, done: Callable[[], bool], count: Callable[[], int]) -> bool:
+        """Wait until `done`: True; or until `count` has not grown for _SILENT_S: False."""
+        post = self._replica.post
+        assert post is not None
+        size = sum(spec.nbytes for spec in await post.state.work(post.state.model.outline, "outline the state"))
+        before, since = count(), trio.current_time()
+        with trio.move_on_after(_SILENT_S + 2 * size / _SLOW_LINE_BYTES_PER_S):
+            while not done():
+                if count() != before:
+                    before, since = count(), trio.current_time()
+                elif trio.current_time() - since > _SILENT_S:
+                    break
+                await trio.sleep(_LOOK_S)
+                await self._services.directory.refresh()
+        return done()
