@@ -41,8 +41,8 @@ from peerd.role import RoleContext
 from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.load import Load
 from peerd.service.pipeline.relaying import Relaying
-from peerd.training.checkpoints.final_state import FinalState
 from peerd.training.contributor import Contributor
+from peerd.training.final_state import FinalState
 from peerd.training.moe.expert_flights import ExpertFlights
 from peerd.training.stage.member import StageMember
 
