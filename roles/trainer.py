@@ -42,8 +42,8 @@ from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.load import Load
 from peerd.service.pipeline.relaying import Relaying
 from peerd.training.contributor import Contributor
-from peerd.training.final_state import FinalState
 from peerd.training.moe.expert_flights import ExpertFlights
+from peerd.training.replica.final_state import FinalState
 from peerd.training.stage.member import StageMember
 
 _COMPARED_AGAIN_S = (1.0, 1.0, 2.0, 4.0, 8.0)  # pauses before each look at the text of those that start with us

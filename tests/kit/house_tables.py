@@ -90,5 +90,6 @@ PACKAGES = {
     "training/checkpoints": {"training/catchup"},
     "training/stage": {"training", "training/catchup", "training/checkpoints"},
     "training/moe": {"training", "training/stage"},
+    "training/replica": {"training/stage"},
     "training/user_loop": {"training", "training/stage"},
 }
