@@ -305,6 +305,8 @@ class Post:
     def _made_step(self, before: Position, leap: Leap, counted: int) -> None:
         self.catching_up.keep(before, leap)
         self._services.proofs.evidence.stepped(leap.target, self._following.established)
+        facts = {"stage": self.stage, "step": leap.target.step, "digest": self.orders.digest.hex()[:16]}
+        self._ctx.log.event("stage.stepped", level="debug", **facts)
         self.stepped(counted * self._run.pipeline.microbatch)
 
     # --- towards the conductor --------------------------------------------------------------------------------

@@ -1,0 +1,91 @@
+"""Part of the benchmark of real size: a swarm on lines of a lab, whose steps and sums are read from its events."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lab import WideHost, WideLab
+
+from benchmarks._memory_watch import MemoryWatch
+from benchmarks._peers import Peer, SwarmFailed
+from benchmarks._swarm import Swarm
+
+
+@dataclass(slots=True)
+class RealSwarm(Swarm):
+    """The processes of one run, each on a host with a line of its own."""
+
+    lab: WideLab  # type: ignore[assignment]
+    watch: MemoryWatch = field(default_factory=MemoryWatch, init=False)
+    entry: str = field(default="", init=False)
+    left: set[str] = field(default_factory=set, init=False)  # names of peers that were ended on purpose
+
+    def begin(self) -> None:
+        """Start the backbone, on a fast line."""
+        self.entry = self._enter()
+
+    def join(self, name: str, role: str, up_mbit: float, down_mbit: float, **limits: Any) -> Peer:
+        """Start a peer that states its line, with other `limits`."""
+        self.lab.host(name, up_mbit=up_mbit, down_mbit=down_mbit)
+        stated = {"upload_mbit": up_mbit, "download_mbit": down_mbit, **limits}
+        self._join(name, role, self.entry, {**self.run, "limits": stated}, "--log-level", "debug", "--threads", "1")
+        peer = self.peers[-1]
+        self.watch.add(name, peer.popen.pid)
+        return peer
+
+    def kill(self, name: str) -> None:
+        """End a peer as a power cut does."""
+        self.left.add(name)
+        self.peer(name).popen.kill()
+
+    def leave(self, name: str) -> float:
+        """End a peer as Ctrl+C does; returns the seconds that this took."""
+        self.left.add(name)
+        peer, began = self.peer(name), time.monotonic()
+        peer.popen.send_signal(signal.SIGINT)
+        if peer.popen.wait(timeout=600) != 0:
+            raise SwarmFailed(f"{name} ended with code {peer.popen.returncode}\n{peer.said[-2000:]}")
+        return time.monotonic() - began
+
+    def peer(self, name: str) -> Peer:
+        return next(peer for peer in self.peers if peer.name == name)
+
+    def made(self, names: Iterable[str]) -> dict[int, float]:
+        """When each step was made by the last of these peers that made it, Unix seconds."""
+        found: dict[int, float] = {}
+        for name in names:
+            for event in self._stepped(name):
+                found[event["step"]] = max(event["time"], found.get(event["step"], 0.0))
+        return found
+
+    def wait_for_step_of(self, names: Iterable[str], step: int, patience_s: float) -> float:
+        """Wait until all these peers have made `step`; returns when the last of them had."""
+        names = list(names)
+        done = lambda: all(any(e["step"] >= step for e in self._stepped(name)) for name in names)  # noqa: E731
+        self.until(done, f"step {step} was never made by all of {names}", patience_s)
+        return self.made(names)[step]
+
+    def newest(self) -> int:
+        """The last step that any peer has made."""
+        return max((e["step"] for peer in self.peers for e in self._stepped(peer.name)), default=0)
+
+    def unequal_sums(self) -> list[str]:
+        """Steps that two peers of a stage made with different sums."""
+        sums: dict[tuple[int, int], set[str]] = {}
+        for peer in self.peers:
+            for event in self._stepped(peer.name):
+                sums.setdefault((event["stage"], event["step"]), set()).add(event["digest"])
+        return [f"stage {stage}, step {step}" for (stage, step), found in sorted(sums.items()) if len(found) > 1]
+
+    def _stepped(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.peer(name).events() if event["name"] == "stage.stepped"]
+
+    def _failed(self) -> list[str]:
+        return [name for name in Swarm._failed(self) if name not in self.left]
+
+    def _place(self, name: str) -> WideHost:
+        return self.lab.hosts.get(name) or self.lab.host(name)

@@ -1,0 +1,227 @@
+"""Real size: replicas of 126 million parameters and a pipeline of 352 million on home lines, with deaths and newcomers.
+
+Real `peerd` processes, each on a host of its own of the network lab (needs root). Not in CI: about 40 minutes, 16 GB of
+memory. Four replicas average in int8 with 20 Mb/s up and 100 down; then one is killed in mid-round, one joins, one
+leaves, and one with 1 Mb/s joins. Four stages, two peers for the first, have 50 Mb/s and 60 ms. The bound of a step is
+what its bytes take on the lines, plus what plain torch takes for the batch on all of this machine's cores, measured in
+the same run: all peers share those cores here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from lab import WideLab
+
+from benchmarks._peers import ROOT
+from benchmarks._real_swarm import RealSwarm
+from benchmarks._report import Figure, Report
+from benchmarks._swarm import BASE
+
+BYTES_PER_MBIT: Final = 125_000.0
+PAYLOAD: Final = 0.95  # of a line's frames: headers of Ethernet, IP, TCP and Noise
+INT8_BYTES: Final = 1 + 4 / 64  # a value, with its part of a block's scale
+PATIENCE_S: Final = 1800.0
+MOST_OVER_BOUND: Final = 1.3
+MOST_COST: Final = 1.1
+MOST_OVER_TORCH: Final = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Extent of the measurement."""
+
+    width: int
+    heads: int
+    layers: int  # of the replicas,
+    deep_layers: int  # and of the pipeline
+    samples: int  # of a step
+    up_mbit: float
+    down_mbit: float
+    pipe_mbit: float
+    slow_mbit: float
+
+
+REAL: Final = Sizes(1024, 16, 10, 28, 16, 20.0, 100.0, 50.0, 1.0)
+TINY: Final = Sizes(64, 2, 2, 4, 8, 0.6, 3.0, 1.5, 0.03)  # to see that everything happens
+
+
+def run_file(kind: str, sizes: Sizes, stages: int) -> dict[str, Any]:
+    layers = sizes.layers if stages == 1 else sizes.deep_layers
+    return BASE | {
+        "run": f"real-{kind}",
+        "model": {"d_model": sizes.width, "heads": sizes.heads, "layers": layers, "context": 64},
+        "pipeline": {"stages": stages, "microbatch": 1},
+        "optimizer": {"name": "adamw", "lr": 1.0e-4, "total_steps": 10_000},
+        "averaging": {"code": "int8"},
+        "batch": {"target_samples": sizes.samples},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Plain torch on all cores: seconds of a step, its memory and the number of parameters."""
+
+    step_s: float
+    peak: int
+    parameters: int
+
+
+def plain_torch(run: dict[str, Any]) -> Plain:
+    """The same model, batch and optimizer in one process, in one piece."""
+    with tempfile.TemporaryDirectory(prefix="peerd-real-") as folder:
+        file = Path(folder) / "run.yaml"
+        file.write_text(yaml.safe_dump(run | {"pipeline": run["pipeline"] | {"stages": 1}}))
+        cores = str(os.cpu_count() or 1)
+        argv = [sys.executable, "-m", "benchmarks._memory_torch", str(file), "0", cores]
+        paths = os.pathsep.join(filter(None, [str(ROOT / "scripts"), str(ROOT), *sys.path]))
+        told = subprocess.run(
+            argv, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": paths}, text=True
+        ).stdout
+    found = json.loads(told.splitlines()[-1])
+    return Plain(found["step_s"], found["peak"], found["parameters"])
+
+
+def line_s(parameters: int, peers: int, mbit: float) -> float:
+    """Seconds that a round's bytes take where all have the same line."""
+    return 2 * (peers - 1) / peers * parameters * INT8_BYTES / (mbit * BYTES_PER_MBIT * PAYLOAD)
+
+
+def mean_step_s(swarm: RealSwarm, names: Sequence[str], first: int, steps: int) -> float:
+    """Mean seconds of the `steps` steps after `first`."""
+    began = swarm.wait_for_step_of(names, first, PATIENCE_S)
+    return (swarm.wait_for_step_of(names, first + steps, PATIENCE_S) - began) / steps
+
+
+@dataclass(slots=True)
+class Found:
+    """What was measured; seconds of steps, unless said otherwise."""
+
+    replicas_s: float = 0.0
+    replicas_bound_s: float = 0.0
+    killed_s: float = 0.0  # the step in which one died
+    joined_s: float = 0.0  # from the start of a newcomer to its first step
+    left_s: float = 0.0  # from Ctrl+C to the process's end
+    before_slow_s: float = 0.0
+    with_slow_s: float = 0.0
+    pipeline_s: float = 0.0
+    pipeline_bound_s: float = 0.0
+    over_torch: float = 0.0  # the largest replica's peak memory over plain torch's
+    peak_per_parameter: float = 0.0
+    unequal: int = 0  # steps that two peers made with different sums
+
+
+def measure_replicas(sizes: Sizes, found: Found) -> None:
+    """Parts (a), (c) and (d)."""
+    run = run_file("replicas", sizes, 1)
+    plain = plain_torch(run)
+    found.replicas_bound_s = plain.step_s + line_s(plain.parameters, 4, sizes.up_mbit)
+    with tempfile.TemporaryDirectory(prefix="peerd-real-") as folder, WideLab(delay_ms=10) as lab:
+        swarm = RealSwarm(Path(folder), lab, run, None)
+        with swarm.watch.watching():
+            swarm.begin()
+            names = [f"replica-{number}" for number in range(4)]
+            for name in names:
+                swarm.join(name, "trainer", sizes.up_mbit, sizes.down_mbit)
+            found.replicas_s = mean_step_s(swarm, names, 1, 3)
+            told(f"(a) {found.replicas_s:.1f} s a step, bound {found.replicas_bound_s:.1f} s")
+            peak = max(max(look.peak for look in swarm.watch.looks[name]) for name in names)
+            found.over_torch, found.peak_per_parameter = peak / plain.peak, peak / plain.parameters
+            change_members(swarm, sizes, plain, found)
+        found.unequal += len(swarm.unequal_sums())
+
+
+def change_members(swarm: RealSwarm, sizes: Sizes, plain: Plain, found: Found) -> None:
+    """A death in mid-round, a newcomer, one that leaves, and one with a slow line."""
+    step, began = swarm.newest(), swarm.made(["replica-0"])[swarm.newest()]
+    time.sleep(max(0.0, began + plain.step_s + (found.replicas_bound_s - plain.step_s) / 2 - time.time()))
+    swarm.kill("replica-3")
+    rest = [f"replica-{number}" for number in range(3)]
+    found.killed_s = swarm.wait_for_step_of(rest, step + 1, PATIENCE_S) - began
+    told(f"(c) the step in which one died: {found.killed_s:.1f} s")
+
+    began = time.time()
+    swarm.join("replica-4", "trainer", sizes.up_mbit, sizes.down_mbit)
+    step = swarm.newest()
+    swarm.until(lambda: bool(swarm.made(["replica-4"])), "the newcomer made no step", PATIENCE_S)
+    found.joined_s = min(swarm.made(["replica-4"]).values()) - began
+    told(f"(c) a newcomer made its first step after {found.joined_s:.1f} s, {swarm.newest() - step} steps later")
+
+    found.left_s = swarm.leave("replica-2")
+    names = ["replica-0", "replica-1", "replica-4"]
+    found.before_slow_s = mean_step_s(swarm, names, swarm.newest() + 1, 2)
+    swarm.join("slow", "trainer", sizes.slow_mbit, sizes.slow_mbit)
+    swarm.until(lambda: swarm.peer("slow").role().get("replica", {}).get("rests"), "the slow one does not rest")
+    found.with_slow_s = mean_step_s(swarm, names, swarm.newest() + 1, 2)
+    told(f"(d) {found.before_slow_s:.1f} s a step, {found.with_slow_s:.1f} s with a slow one that joined")
+
+
+def measure_pipeline(sizes: Sizes, found: Found) -> None:
+    """Part (b)."""
+    run = run_file("pipeline", sizes, 4)
+    plain = plain_torch(run)
+    found.pipeline_bound_s = plain.step_s + line_s(plain.parameters // 4, 2, sizes.pipe_mbit)
+    with tempfile.TemporaryDirectory(prefix="peerd-real-") as folder, WideLab(delay_ms=15) as lab:
+        swarm = RealSwarm(Path(folder), lab, run, None)
+        with swarm.watch.watching():
+            swarm.begin()
+            names = [f"stage-{number}" for number in range(5)]
+            for number, name in enumerate(names):
+                swarm.join(name, "stage", sizes.pipe_mbit, sizes.pipe_mbit, stage=number % 4)
+            swarm.join("trainer", "trainer", sizes.pipe_mbit, sizes.pipe_mbit)
+            found.pipeline_s = mean_step_s(swarm, names, 1, 3)
+            told(f"(b) {found.pipeline_s:.1f} s a step, bound {found.pipeline_bound_s:.1f} s")
+        found.unequal += len(swarm.unequal_sums())
+
+
+def told(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def measure(full: bool) -> Report:
+    return measured(REAL)
+
+
+def measured(sizes: Sizes) -> Report:
+    """Measure at these sizes."""
+    found = Found()
+    measure_replicas(sizes, found)
+    measure_pipeline(sizes, found)
+    cost = found.with_slow_s / found.before_slow_s
+    lines = [
+        Figure("replicas_s", "four replicas: a step", found.replicas_s, "s", 1),
+        Figure("replicas_bound_s", "bound by lines and plain torch", found.replicas_bound_s, "s", 1),
+        over("replicas_over_bound", found.replicas_s, found.replicas_bound_s),
+    ]
+    pipe = [
+        Figure("pipeline_s", "four stages, one of two peers: a step", found.pipeline_s, "s", 1),
+        Figure("pipeline_bound_s", "bound by lines and plain torch", found.pipeline_bound_s, "s", 1),
+        over("pipeline_over_bound", found.pipeline_s, found.pipeline_bound_s),
+    ]
+    change = [
+        Figure("killed_s", "the step in which one was killed in mid-round", found.killed_s, "s", 1),
+        Figure("joined_s", "from a newcomer's start to its first step", found.joined_s, "s", 1),
+        Figure("left_s", "from Ctrl+C to the end of a replica's process", found.left_s, "s", 1),
+        Figure("slow_cost", "a step beside a slow line over one without it", cost, "", 3, at_most=MOST_COST),
+        Figure("unequal", "steps with different sums", found.unequal, "", 0, at_most=0),
+    ]
+    memory = [
+        Figure("peak_per_parameter", "a replica's peak, bytes a parameter", found.peak_per_parameter, "B", 1),
+        Figure("over_torch", "over plain torch's", found.over_torch, "", 2, at_most=MOST_OVER_TORCH),
+    ]
+    note = "all peers share this machine's cores; the bound has them all for plain torch"
+    return Report("Real size", [lines, pipe, change, memory], note)
+
+
+def over(key: str, seconds: float, bound_s: float) -> Figure:
+    return Figure(key, "over the bound", seconds / bound_s, "", 2, at_most=MOST_OVER_BOUND)
