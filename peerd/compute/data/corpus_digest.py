@@ -146,7 +146,7 @@ def check_text(run: RunFile) -> None:
         if source.kind == "dataset":
             find_function(source.path, f"{key}.path")
         elif not is_remote(source.path):
-            train = Corpus(source, run.data.holdout, "train", key)
+            train = Corpus(source, run.data.holdout, "train", key, strict=run.data.strict)
             found, nbytes = _tokens(train, vocab, context + 1)
             if found <= context:
                 unit = "bytes" if run.model.vocab == "bytes" else "tokens"

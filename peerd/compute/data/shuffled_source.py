@@ -27,6 +27,7 @@ import numpy.typing as npt
 from peerd.compute.data.corpus import Corpus, Documents, Split
 from peerd.compute.data.readers import Cursor, TextPiece
 from peerd.compute.data.remote_files import Cache
+from peerd.compute.data.skipped_rows import SkippedRows
 from peerd.compute.data.user_dataset import Dataset
 from peerd.compute.tokenizer import Vocabulary
 from peerd.core.errors import ConfigError
@@ -90,6 +91,7 @@ class Cutting:
     name: str  # of the random numbers
     key: str  # of the source in the run file, for messages
     cache: Cache | None = None
+    strict: bool = False  # a row without text is an error
 
 
 class SourceStream:
@@ -107,6 +109,11 @@ class SourceStream:
     def files(self) -> int:
         """Number of files that the stream reads."""
         return len(self._documents.files)
+
+    @property
+    def skipped(self) -> SkippedRows:
+        """Rows that were left out."""
+        return self._documents.skipped
 
     def position(self) -> StreamPosition:
         """The stream's position."""
@@ -203,7 +210,8 @@ class SourceStream:
                 cursor = None
             if empty:
                 text, key = f"{self._cutting.split} text", self._cutting.key
-                raise ConfigError(f"{key}.path {self._path}: no {text} in the {self.files} files that were read")
+                why = f"; {self.skipped.count} rows were left out: {self.skipped.first}" if self.skipped.count else ""
+                raise ConfigError(f"{key}.path {self._path}: no {text} in the {self.files} files that were read{why}")
             epoch, file = epoch + 1, 0
 
     def _encode(self, piece: TextPiece) -> Tokens:
@@ -230,4 +238,4 @@ class SourceStream:
 def _documents(source: SourceSection, cutting: Cutting) -> Documents:
     if source.kind == "dataset":
         return Dataset(source.path, f"{cutting.key}.path", cutting.split, cutting.name)
-    return Corpus(source, cutting.holdout, cutting.split, cutting.key, cutting.cache)
+    return Corpus(source, cutting.holdout, cutting.split, cutting.key, cutting.cache, strict=cutting.strict)

@@ -83,6 +83,7 @@ class SampleStream:
                     name=name if len(sources) == 1 else f"{name} {key}",
                     key=key,
                     cache=cache,
+                    strict=section.strict,
                 ),
             )
             for key, source in sources
@@ -92,6 +93,16 @@ class SampleStream:
     def files(self) -> int:
         """Number of files that the stream reads, of all sources."""
         return sum(stream.files for stream in self._streams)
+
+    @property
+    def skipped(self) -> int:
+        """Number of rows that were left out because they give no text."""
+        return sum(stream.skipped.count for stream in self._streams)
+
+    @property
+    def newest_faults(self) -> list[str]:
+        """The newest fault of a row that was left out, of each source that has one."""
+        return [stream.skipped.newest for stream in self._streams if stream.skipped.newest]
 
     @property
     def drawn(self) -> list[int]:

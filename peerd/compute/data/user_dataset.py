@@ -20,6 +20,7 @@ import torch
 
 from peerd.compute.data.corpus import Split
 from peerd.compute.data.readers import Cursor, Text, TextPiece
+from peerd.compute.data.skipped_rows import SkippedRows
 from peerd.compute.user_code import find_function
 from peerd.core.errors import ConfigError
 
@@ -34,6 +35,7 @@ class Dataset:
         self._split = split
         self._name = name
         self.files: Sequence[str] = [path]
+        self.skipped = SkippedRows()
 
     def read(self, file: str, cursor: Cursor | None = None, epoch: int = 0) -> Iterator[TextPiece]:
         """The documents of an epoch from `cursor` on."""

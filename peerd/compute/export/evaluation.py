@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peerd.compute.data.readers import DataFile, Field, TextPiece, read_jsonl, read_parquet, read_text
+from peerd.compute.data.skipped_rows import RefusedRows
 from peerd.compute.export.loaded_model import LoadedModel
 from peerd.compute.tokenizer import Vocabulary
 from peerd.core.errors import ConfigError
@@ -107,8 +108,10 @@ def _pieces(path: DataFile) -> Iterator[TextPiece]:
         return 0, size
 
     if kind == "jsonl":
-        return read_jsonl(path, whole, None, _FIELD)
-    return read_parquet(path, whole, None, _FIELD) if kind == "parquet" else read_text(path, whole, None)
+        return read_jsonl(path, whole, None, _FIELD, RefusedRows())
+    if kind == "parquet":
+        return read_parquet(path, whole, None, _FIELD, RefusedRows())
+    return read_text(path, whole, None)
 
 
 def _windows(runs: Iterator[npt.NDArray[Any]], context: int, batch: int) -> Iterator[Tensor]:

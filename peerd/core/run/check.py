@@ -241,7 +241,7 @@ def _data_faults(data: DataSection) -> list[tuple[str, str]]:
     if not 0 <= data.holdout < 1:
         faults.append(("data.holdout", f"is {data.holdout}; allowed: 0 up to (not including) 1"))
     if data.sources and msgspec.structs.replace(data, sources=[]) != DataSection(
-        shuffle_buffer=data.shuffle_buffer, holdout=data.holdout
+        shuffle_buffer=data.shuffle_buffer, holdout=data.holdout, strict=data.strict
     ):
         faults.append(("data.sources", "is given beside data.kind, path, field or digest; allowed: one or the other"))
     if len(data.sources) > SOURCES:

@@ -89,7 +89,10 @@ _SECTIONS: Final[dict[str, dict[str, Between | Rule]]] = {
         **{"code": Rule.CHOICE, "block": _SIZE, "rank": _SIZE, "part_bytes": Between(1024, 4 << 20)},
         **{"sender_timeout_s": Between(0, 3600), "group_size": _SIZE},
     },
-    "data": {**_SOURCE, "shuffle_buffer": Between(1, 10_000_000), "holdout": Between(0, 1)},
+    "data": {
+        **_SOURCE,
+        **{"shuffle_buffer": Between(1, 10_000_000), "holdout": Between(0, 1), "strict": Rule.CHOICE},
+    },
     "data.sources[]": {**_SOURCE, "weight": _SCALE},
     "evaluate": {"every_steps": _COUNT, "samples": _SIZE},
     "checkpoint": {"every_steps": _COUNT, "keep": Between(1, SAVED_TOLD)},

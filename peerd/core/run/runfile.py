@@ -159,6 +159,7 @@ class DataSection(Section, frozen=True):
     sources: list[SourceSection] = msgspec.field(default_factory=list)  # or several, mixed by weight
     shuffle_buffer: int = 10_000  # samples, over all sources
     holdout: float = 0.02  # share of each source kept for validation
+    strict: bool = False  # a row of JSONL or Parquet without text is an error; else such rows are left out
 
 
 def sources_of(data: DataSection) -> list[tuple[str, SourceSection]]:
@@ -280,6 +281,7 @@ def shared_text(run: RunFile) -> bytes:
         del shared["pipeline"]["placement"]
     for section in (shared["data"], *shared["data"]["sources"]):
         del section["path"]
+    del shared["data"]["strict"]  # the samples are the same
     if "experts" in tree and tree["experts"] is not None:  # runs without experts keep the fingerprint that they had
         shared["experts"] = tree["experts"]
     if run.access.allow != "open":  # an open run's fingerprint is that of the time before there were tokens

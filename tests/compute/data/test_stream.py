@@ -244,7 +244,7 @@ def test_validation_without_a_holdout_is_a_config_error(tmp_path: Path) -> None:
 def test_a_bad_jsonl_line_is_named_by_file_and_number(tmp_path: Path, line: str, words: str) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"text": "fine"}}\n\n{line}\n')
     with pytest.raises(ConfigError, match=rf"a\.jsonl, line 3: {words}"):
-        stream(section(tmp_path, kind="jsonl"))
+        stream(section(tmp_path, kind="jsonl", strict=True))
 
 
 def test_a_parquet_file_that_cannot_serve_is_named(tmp_path: Path) -> None:
