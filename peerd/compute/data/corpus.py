@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
-from peerd.compute.data.readers import Cursor, DataFile, Field, TextPiece, read_jsonl, read_parquet, read_text
+from peerd.compute.data.readers import Cursor, Field, TextPiece, read_jsonl, read_parquet, read_text
 from peerd.compute.data.remote_files import Cache, default_folder, is_remote, remote_files
 from peerd.compute.data.skipped_rows import RowFaults, SkippedRows
+from peerd.compute.data.text_stream import DataFile, FilePart
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import SourceSection
 
@@ -77,20 +78,17 @@ class Corpus:
         faults = RowFaults(self.skipped, cursor is None)
         try:
             if kind == "text":
-                yield from read_text(file, self._part, cursor)
+                yield from read_text(file, self._part(), cursor)
             elif kind == "jsonl":
-                yield from read_jsonl(file, self._part, cursor, field, faults)
+                yield from read_jsonl(file, self._part(), cursor, field, faults)
             else:
-                yield from read_parquet(file, self._part, cursor, field, faults)
+                yield from read_parquet(file, self._part(), cursor, field, faults)
         except OSError as error:
             raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
 
-    def _part(self, size: int) -> tuple[int, int]:
-        """Begin and end of this split's part of a file of `size` bytes or rows."""
-        if self._whole_files:
-            return 0, size
-        cut = size - int(size * self._holdout)
-        return (0, cut) if self._split == "train" else (cut, size)
+    def _part(self) -> FilePart:
+        """This split's part of each file."""
+        return FilePart() if self._whole_files else FilePart(self._holdout, self._split == "valid")
 
 
 def _list(source: SourceSection, key: str, cache: Cache | None) -> Mapping[str, DataFile]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any, Final
 
 from peerd.compute.data.corpus import FEW_FILES, Corpus, find_files
 from peerd.compute.data.remote_files import Cache, is_remote, remote_files
+from peerd.compute.data.text_stream import open_text
 from peerd.compute.file_index import IndexedFile, encode_index
 from peerd.compute.tokenizer import Vocabulary, load_vocabulary
 from peerd.compute.user_code import find_function
@@ -29,6 +31,7 @@ from peerd.core.run.runfile import RunFile, SourceSection, sources_of
 
 _PIECE_BYTES: Final = 8 << 20
 _REMEMBERED: Final = 100_000  # files
+_LOOKED_AT: Final = 10_000  # files that are opened before anything is joined; the others are when their turn comes
 
 
 @dataclass(slots=True)
@@ -146,6 +149,7 @@ def check_text(run: RunFile) -> None:
         if source.kind == "dataset":
             find_function(source.path, f"{key}.path")
         elif not is_remote(source.path):
+            _check_files(source, key)
             train = Corpus(source, run.data.holdout, "train", key, strict=run.data.strict)
             found, nbytes = _tokens(train, vocab, context + 1)
             if found <= context:
@@ -157,6 +161,17 @@ def check_text(run: RunFile) -> None:
                 why = f"data.holdout ({run.data.holdout}) of it is less than a byte"
                 remedy = "give more text, a larger data.holdout, or evaluate: {every_steps: 0}"
                 raise ConfigError(f"{key}.path: {source.path} leaves nothing to evaluate with: {why}; {remedy}")
+
+
+def _check_files(source: SourceSection, key: str) -> None:
+    """ConfigError for a file that is no text, of the first _LOOKED_AT."""
+    if source.kind in ("text", "jsonl") and source.path != "stdlib":
+        for file in itertools.islice(find_files(source.path, key).values(), _LOOKED_AT):
+            try:
+                with open_text(file, is_new=True):
+                    pass
+            except OSError as error:
+                raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
 def _tokens(corpus: Corpus, vocab: Vocabulary, enough: int) -> tuple[int, int]:

@@ -9,34 +9,23 @@ text is reported to the `RowFaults` of the read, which decide whether reading go
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, BinaryIO, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from peerd.compute.data.skipped_rows import RowFaults
+from peerd.compute.data.text_stream import DataFile, FilePart, TextStream, open_text
 from peerd.core.errors import ConfigError
 
 PIECE_BYTES: Final = 1 << 16  # of a text file; small, so that the first sample is there at once
 LINE_BYTES: Final = 64 << 20  # a longer JSONL line is a broken file
 ROWS: Final = 64  # of Parquet, read at once
 
-# Where the part to read starts and ends, of a file with so many bytes (text, JSONL) or rows (Parquet).
-Part = Callable[[int], tuple[int, int]]
 Text = bytes | npt.NDArray[np.integer[Any]]  # UTF-8, or token numbers already
-
-
-class DataFile(Protocol):
-    """A Path, or a file that is fetched when it is opened; its str says where it lies."""
-
-    @property
-    def name(self) -> str: ...
-
-    def open(self, mode: Literal["rb"]) -> BinaryIO: ...
 
 
 class Field(NamedTuple):
@@ -61,18 +50,25 @@ class TextPiece(NamedTuple):
     ends: bool
 
 
-def read_text(file: DataFile, part: Part, cursor: Cursor | None) -> Iterator[TextPiece]:
-    """The whole part is one document."""
-    with file.open("rb") as stream:
-        start, end = part(os.fstat(stream.fileno()).st_size)
-        at = start if cursor is None else cursor.at
-        stream.seek(at)
-        while at < end and (text := stream.read(min(PIECE_BYTES, end - at))):
-            if at + len(text) < end:
-                text = _whole_words(text)
-                stream.seek(at + len(text))
-            yield TextPiece(Cursor(at), text, at + len(text) >= end)
-            at += len(text)
+def read_text(file: DataFile, part: FilePart, cursor: Cursor | None) -> Iterator[TextPiece]:
+    """Each span of the part is one document."""
+    first = 0 if cursor is None else cursor.at
+    with open_text(file) as stream:
+        for start, end in part.spans(stream.size):
+            if end <= first:
+                continue
+            at, begin = max(start, first), b""
+            stream.go_to(at)
+            while at < end:
+                wanted = min(PIECE_BYTES, end - at)
+                is_last = at + wanted == end
+                begin += stream.read(wanted + (not is_last) - len(begin))  # a byte more: does the file go on?
+                if not begin:
+                    return
+                ends = is_last or len(begin) <= wanted
+                text = begin[:wanted] if ends else _whole_words(begin[:wanted])
+                yield TextPiece(Cursor(at), text, ends)
+                at, begin = at + len(text), begin[len(text) :]
 
 
 def _whole_words(text: bytes) -> bytes:
@@ -99,14 +95,21 @@ class _BadRow(Exception):
 
 
 def read_jsonl(
-    file: DataFile, part: Part, cursor: Cursor | None, field: Field, faults: RowFaults
+    file: DataFile, part: FilePart, cursor: Cursor | None, field: Field, faults: RowFaults
 ) -> Iterator[TextPiece]:
     """Each line is an object with a string under `field`; a line belongs to the part in which it starts."""
-    with file.open("rb") as stream:
-        start, end = part(os.fstat(stream.fileno()).st_size)
+    with open_text(file) as stream:
+        spans, start, end = part.spans(stream.size), 0, 0
         at, line = (0, 0) if cursor is None else cursor
-        stream.seek(at)
-        while at < end and (raw := stream.readline(LINE_BYTES)):
+        stream.go_to(at)
+        while True:
+            while at >= end:
+                following = next(spans, None)
+                if following is None:
+                    return
+                start, end = following
+            if not (raw := stream.readline(LINE_BYTES)):
+                return
             size = len(raw) + _rest_of_line(stream, raw)
             if at >= start and raw.strip():
                 try:
@@ -119,7 +122,7 @@ def read_jsonl(
             at, line = at + size, line + 1
 
 
-def _rest_of_line(stream: BinaryIO, raw: bytes) -> int:
+def _rest_of_line(stream: TextStream, raw: bytes) -> int:
     """Read over the rest of a line of which `raw` is as much as is read at once; returns its bytes."""
     rest, last = 0, raw
     while len(last) >= LINE_BYTES and not last.endswith(b"\n"):
@@ -155,7 +158,7 @@ def _json(raw: bytes, field: Field) -> Any:
 
 
 def read_parquet(
-    file: DataFile, part: Part, cursor: Cursor | None, field: Field, faults: RowFaults
+    file: DataFile, part: FilePart, cursor: Cursor | None, field: Field, faults: RowFaults
 ) -> Iterator[TextPiece]:
     """Each row's `field` is a document."""
     try:
@@ -165,7 +168,7 @@ def read_parquet(
     try:
         with file.open("rb") as stream, parquet.ParquetFile(stream) as table:
             _check_column(table, field, file)
-            start, end = part(table.metadata.num_rows)
+            start, end = part.span(table.metadata.num_rows)
             for row, value in _rows(table, field, start if cursor is None else cursor.at, end):
                 try:
                     text = _utf8(value)

@@ -11,6 +11,7 @@ import torch
 from peerd.compute.data import readers
 from peerd.compute.data.skipped_rows import NOTHING_ROWS, RowFaults, SkippedRows
 from peerd.compute.data.stream import SampleStream
+from peerd.compute.data.text_stream import FilePart
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import DataSection, RunFile, fingerprint
@@ -73,7 +74,7 @@ def test_a_line_that_is_too_long_is_one_bad_line(tmp_path: Path, monkeypatch: py
     (tmp_path / "a.jsonl").write_text("\n".join([GOOD[0], json.dumps({"text": "x" * 1000}), GOOD[1]]))
     found, faults = [], SkippedRows()
     field = readers.Field("text", "data.field")
-    for piece in readers.read_jsonl(tmp_path / "a.jsonl", lambda size: (0, size), None, field, RowFaults(faults, True)):
+    for piece in readers.read_jsonl(tmp_path / "a.jsonl", FilePart(), None, field, RowFaults(faults, True)):
         found.append((piece.text[:1], piece.start.line))
     assert found == [(b"A", 0), (b"B", 2)]
     assert faults.count == 1
