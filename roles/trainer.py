@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import ClassVar
 
 import trio
@@ -96,11 +96,12 @@ class TrainerRole:
     # --- life -------------------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        await self._data.open()
-        await self._services.compare_settings(await self._data.digests())
-        self._rate = WorkRate(self._ctx.clock.now())
-        with self._relaying.serving() if self._relaying is not None else nullcontext():
-            await self._train_to_the_end(task_status)
+        with closing(self._data):
+            await self._data.open()
+            await self._services.compare_settings(await self._data.digests())
+            self._rate = WorkRate(self._ctx.clock.now())
+            with self._relaying.serving() if self._relaying is not None else nullcontext():
+                await self._train_to_the_end(task_status)
 
     async def _train_to_the_end(self, task_status: trio.TaskStatus[None]) -> None:
         async with trio.open_nursery() as nursery:

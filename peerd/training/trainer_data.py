@@ -37,6 +37,7 @@ class TrainerData:
         assert ctx.run is not None
         self._ctx, self._run = ctx, ctx.run
         self._worker = ctx.worker("data")
+        self._cache = cache_of(ctx.run, ctx.read_in_turn)
         self._stream: SampleStream | None = None
         self._position: dict[str, Any] = {}
         self._path = ctx.data_dir / f"{ctx.run.run}-position.json"
@@ -71,15 +72,18 @@ class TrainerData:
         """Digests of the text, by which trainers compare it; a large one takes a while the first time."""
         wanted = True
         digests = FileDigests(self._ctx.data_dir / "digests.json", lambda: wanted)
-        cache = cache_of(self._run, self._ctx.read_in_turn)
         self.preparing = "its own text, which is read through once to compare it with the other trainers'"
         try:
-            found = await self._patiently(lambda: corpus_digests(self._run, cache, digests), "digest the data")
+            found = await self._patiently(lambda: corpus_digests(self._run, self._cache, digests), "digest the data")
         finally:
             wanted = False  # a job runs on where its caller has left
             self.preparing = None
         self._ctx.log.event("data.digested", digests=found)
         return found
+
+    def close(self) -> None:
+        """End what is fetched for later."""
+        self._cache.close()
 
     async def save_position(self) -> None:
         """Save the data position, so that a restart does not show the swarm the same text again."""
@@ -115,7 +119,7 @@ class TrainerData:
     def _open(self) -> SampleStream:
         run, name = self._run, self._ctx.host.id.text
         self._token_dtype = _narrowest(load_vocabulary(run.model.vocab).size)
-        stream = samples_of(run, name, in_turn=self._ctx.read_in_turn)
+        stream = samples_of(run, name, cache=self._cache)
         if self._path.exists():
             try:
                 stream.resume(json.loads(self._path.read_text()))
@@ -125,7 +129,7 @@ class TrainerData:
 
     def _take_held_out(self) -> list[Load]:
         run = self._run
-        samples = samples_of(run, "all", "valid", self._ctx.read_in_turn).take(run.evaluate.samples)
+        samples = samples_of(run, "all", "valid", self._cache).take(run.evaluate.samples)
         count = min(_EVALUATION_BATCH, run.pipeline.microbatch)
         return [self._load(samples[i : i + count]) for i in range(0, len(samples), count)]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 from peerd.compute.data.readers import Cursor, Field, TextPiece, read_jsonl, read_parquet, read_text
-from peerd.compute.data.remote_files import Cache, default_folder, is_remote, remote_files
+from peerd.compute.data.remote_files import Cache, RemoteFile, default_folder, is_remote, remote_files
 from peerd.compute.data.skipped_rows import RowFaults, SkippedRows
 from peerd.compute.data.text_stream import DataFile, FilePart
 from peerd.core.errors import ConfigError
@@ -36,6 +36,10 @@ class Documents(Protocol):
 
     def read(self, file: Any, cursor: Cursor | None = None, epoch: int = 0) -> Iterator[TextPiece]:
         """Pieces of one of `files` from `cursor` on; equal arguments give equal pieces."""
+        ...
+
+    def fetch_ahead(self, file: Any) -> None:
+        """Prepare one of `files`, which will be read next."""
         ...
 
 
@@ -85,6 +89,11 @@ class Corpus:
                 yield from read_parquet(file, self._part(), cursor, field, faults)
         except OSError as error:
             raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+    def fetch_ahead(self, file: DataFile) -> None:
+        """Start to fetch a file under an http(s) address, which will be read next."""
+        if isinstance(file, RemoteFile):
+            file.fetch_ahead()
 
     def _part(self) -> FilePart:
         """This split's part of each file."""

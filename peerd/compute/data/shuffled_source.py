@@ -18,7 +18,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,6 +32,8 @@ from peerd.compute.data.user_dataset import Dataset
 from peerd.compute.tokenizer import Vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import SourceSection
+
+_LOOK_AHEAD: Final = 32  # pieces between two looks whether the next file can be fetched
 
 Tokens = npt.NDArray[Any]
 
@@ -197,13 +199,15 @@ class SourceStream:
         """The endless text from `place` on, piece by piece."""
         epoch, file, cursor = place.epoch, place.file, place.cursor
         while True:
-            order = list(range(self.files))
-            self._rng(f"epoch {epoch}").shuffle(order)
+            order, after = self._order(epoch), self._order(epoch + 1)[0]
             empty = file == 0 and cursor is None
             for number in range(file, len(order)):
                 start = None if cursor is None else Cursor(*cursor)
                 read = self._documents.files[order[number]]
-                for piece in self._documents.read(read, start, epoch):
+                following = [*order, after][number + 1]
+                for count, piece in enumerate(self._documents.read(read, start, epoch)):
+                    if count % _LOOK_AHEAD == 0:
+                        self._documents.fetch_ahead(self._documents.files[following])
                     tokens = self._encode(piece)
                     yield _Run(_Place(epoch, number, (piece.start.at, piece.start.line)), tokens, str(read))
                     empty = empty and len(tokens) == 0
@@ -213,6 +217,12 @@ class SourceStream:
                 why = f"; {self.skipped.count} rows were left out: {self.skipped.first}" if self.skipped.count else ""
                 raise ConfigError(f"{key}.path {self._path}: no {text} in the {self.files} files that were read{why}")
             epoch, file = epoch + 1, 0
+
+    def _order(self, epoch: int) -> list[int]:
+        """The files of an epoch, in the order in which they are read."""
+        order = list(range(self.files))
+        self._rng(f"epoch {epoch}").shuffle(order)
+        return order
 
     def _encode(self, piece: TextPiece) -> Tokens:
         text, separator = piece.text, self._vocab.separator

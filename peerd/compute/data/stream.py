@@ -159,9 +159,9 @@ class SampleStream:
         return found.drawn, found.sources
 
 
-def samples_of(run: RunFile, peer: str, split: Split = "train", in_turn: ReadInTurn = read_at_once) -> SampleStream:
-    """The stream of a peer in a run; what has to be fetched is read `in_turn`."""
-    cache = cache_of(run, in_turn)
+def samples_of(run: RunFile, peer: str, split: Split = "train", cache: Cache | None = None) -> SampleStream:
+    """The stream of a peer in a run. `cache`: as `cache_of` returns it, for streams that share one."""
+    cache = cache or cache_of(run)
     vocab = load_vocabulary(run.model.vocab)
     return SampleStream(run.data, vocab, run.model.context, run.seed, peer, split, cache=cache)
 

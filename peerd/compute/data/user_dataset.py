@@ -62,6 +62,9 @@ class Dataset:
             if number >= first:
                 yield TextPiece(Cursor(number), self._text(document, number), True)
 
+    def fetch_ahead(self, file: str) -> None:
+        """The user's code prepares what it likes."""
+
     def _asked(self, job: Callable[[], Any], place: str) -> Any:
         """What the user's code returns."""
         result = outcome.capture(job)
