@@ -20,6 +20,7 @@ import trio
 from peerd.compute.data.corpus_digest import check_text
 from peerd.compute.experts.trunk import check_trunk
 from peerd.compute.model.dry_run import try_layers, try_layers_if_here
+from peerd.core.errors import ConfigError
 from peerd.core.limits import MICROBATCHES
 from peerd.core.messages.progress import TrainerProgress
 from peerd.core.messages.swarm import MemberInfo, TrainerAnswer
@@ -98,12 +99,13 @@ class TrainerRole:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         with closing(self._data):
             await self._data.open()
-            await self._services.compare_settings(await self._data.digests())
+            digests = await self._data.prompt_digests()
+            await self._services.compare_settings(digests)
             self._rate = WorkRate(self._ctx.clock.now())
             with self._relaying.serving() if self._relaying is not None else nullcontext():
-                await self._train_to_the_end(task_status)
+                await self._train_to_the_end(task_status, read_through=digests is not None)
 
-    async def _train_to_the_end(self, task_status: trio.TaskStatus[None]) -> None:
+    async def _train_to_the_end(self, task_status: trio.TaskStatus[None], *, read_through: bool) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             if self.replica is not None:
@@ -115,7 +117,7 @@ class TrainerRole:
             nursery.start_soon(self._feed)
             nursery.start_soon(self._contributor.publish_now_and_then)
             nursery.start_soon(self._tally.run)
-            nursery.start_soon(self._compare_again)
+            nursery.start_soon(self._compare_again if read_through else self._compare_late)
             if self.replica is None:  # else it compares
                 nursery.start_soon(self._services.keep_comparing)
             task_status.started()
@@ -130,6 +132,19 @@ class TrainerRole:
         for pause_s in _COMPARED_AGAIN_S:
             await trio.sleep(pause_s)
             await self._services.refuse_texts_of_few()
+
+    async def _compare_late(self) -> None:
+        """Compare a large text once it has been read through; ConfigError says how much was trained on till then."""
+        digests = await self._data.digests()
+        try:
+            await self._services.compare_settings(digests)
+            await self._compare_again()
+        except ConfigError as error:
+            counted = self._books.tally.counted
+            raise ConfigError(
+                f"{error}. The text was read through beside training: by step {self._books.step} {counted} "
+                "microbatches of it had been counted"
+            ) from error
 
     async def leave(self) -> None:
         """Begin no microbatch any more, let those under way end, say goodbye."""

@@ -15,11 +15,12 @@ import trio
 from torch import Tensor
 
 from peerd.compute.codec.frames import to_frame
-from peerd.compute.data.corpus_digest import FileDigests, corpus_digests
+from peerd.compute.data.corpus_digest import FileDigests, corpus_digests, takes_long
 from peerd.compute.data.http_fetch import DataUnavailable
 from peerd.compute.data.stream import SampleStream, cache_of, samples_of
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
+from peerd.core.work import Worker
 from peerd.role import RoleContext
 from peerd.service.pipeline.load import Load
 
@@ -68,16 +69,31 @@ class TrainerData:
         """Held-out samples for an evaluation, the same ones each time."""
         return await self._patiently(self._take_held_out, "take held-out samples")
 
-    async def digests(self) -> dict[str, str]:
-        """Digests of the text, by which trainers compare it; a large one takes a while the first time."""
-        wanted = True
-        digests = FileDigests(self._ctx.data_dir / "digests.json", lambda: wanted)
+    async def prompt_digests(self) -> dict[str, str] | None:
+        """Digests of the text, by which trainers compare it; None if that would take long: then ask for `digests`."""
+        known = FileDigests(self._ctx.data_dir / "digests.json")
+        if await self._worker.run(lambda: takes_long(self._run, known), name="look at the data"):
+            self._ctx.log.event("data.digested_later", level="info")
+            return None
         self.preparing = "its own text, which is read through once to compare it with the other trainers'"
         try:
-            found = await self._patiently(lambda: corpus_digests(self._run, self._cache, digests), "digest the data")
+            return await self._digests(self._worker)
+        finally:
+            self.preparing = None
+
+    async def digests(self) -> dict[str, str]:
+        """Digests of the text; a large one takes a while the first time, beside which samples are taken."""
+        return await self._digests(self._ctx.worker("digests"))
+
+    async def _digests(self, worker: Worker) -> dict[str, str]:
+        wanted = True
+        digests = FileDigests(self._ctx.data_dir / "digests.json", lambda: wanted)
+        try:
+            found = await self._patiently(
+                lambda: corpus_digests(self._run, self._cache, digests), "digest the data", worker
+            )
         finally:
             wanted = False  # a job runs on where its caller has left
-            self.preparing = None
         self._ctx.log.event("data.digested", digests=found)
         return found
 
@@ -101,12 +117,12 @@ class TrainerData:
                 reason = f"{self._path}: {error.strerror}"
                 self._ctx.log.event("data.position_not_saved", level="warning", reason=reason)
 
-    async def _patiently(self, job: Callable[[], T], name: str) -> T:
+    async def _patiently(self, job: Callable[[], T], name: str, worker: Worker | None = None) -> T:
         """The result of `job`, which is tried again for as long as it raises DataUnavailable."""
         pause_s = RETRY_S
         while True:
             try:
-                found = await self._worker.run(job, name=name)
+                found = await (worker or self._worker).run(job, name=name)
             except DataUnavailable as error:
                 self.problem = str(error)
                 self._ctx.log.event("data.unavailable", level="warning", reason=str(error), again_in_s=pause_s)
