@@ -251,6 +251,7 @@ DHT_BYTES_PER_KEY_AND_PUBLISHER: Final = 32 << 10  # the largest record twice, o
 DHT_SUFFIXES_PER_KEY: Final = 64  # sub-keys of one publisher under one key
 
 # --- run files ------------------------------------------------------------------------------------------------------
+PLAN_BYTES: Final = 48 << 10  # of a run file, for its plan: some seven hundred peers
 RUN_FILE_BYTES: Final = 64 << 10  # the part that all peers share; ours take about two thousand
 
 # --- access to a run -------------------------------------------------------------------------------------------
