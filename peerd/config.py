@@ -9,14 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from peerd.contents import changed_code, not_compared, unknown, with_digests
 from peerd.core.addr import parse_addr, parse_announced
 from peerd.core.errors import ConfigError
 from peerd.core.run.check import check
 from peerd.core.run.runfile import RunFile
+from peerd.core.run.stage_plan import PlacementSection, placement_faults, plan_of
 from peerd.typed_yaml import KeyPath, YamlFaults, YamlKind, dotted, parse_yaml, parts_of, typed_section
 
 RUN_FILE: Final = YamlKind("run file", "`run: NAME`", RunFile)
+PLACEMENT_FILE: Final = YamlKind("placement file", "`stages:`", PlacementSection, file_bytes=4 << 20, nodes=100_000)
 
 # Keys whose rules look at the values of others.
 _LOOKS_AT = {
@@ -54,7 +58,7 @@ class LoadedRun:
 def load_run(path: Path) -> LoadedRun:
     """Read, type and check a run file. Raises ConfigError that names every mistake."""
     tree, faults = parse_yaml(path, RUN_FILE)
-    run = typed_section(RunFile, tree, (), faults)
+    run = _planned(typed_section(RunFile, tree, (), faults), faults)
     for place, reads in (("bootstrap", parse_addr), ("listen", parse_addr), ("announce", parse_announced)):
         given = tree.get(place)
         for index, text in enumerate(given if isinstance(given, list) else []):
@@ -74,6 +78,30 @@ def load_run(path: Path) -> LoadedRun:
         faults.add(parts_of(key), message)
         raise faults.error(path) from None
     return LoadedRun(run, path, frozenset(map(str, tree)), tuple(unknown(run)), tuple(not_compared(run)))
+
+
+def _planned(run: RunFile, faults: YamlFaults) -> RunFile:
+    """The run with the plan of its placement file, where it names one."""
+    if run.pipeline.placement != "plan" or not run.pipeline.plan:
+        return run
+    at, path = ("pipeline", "plan"), Path(run.pipeline.plan)
+    if run.plan is not None:
+        faults.add(at, "is given beside the section plan; allowed: one or the other")
+        return run
+    try:
+        tree, inner = parse_yaml(path, PLACEMENT_FILE)
+        file: PlacementSection = typed_section(PlacementSection, tree, (), inner)
+    except ConfigError as error:
+        faults.add(at, f": {error}")
+        faults.broken.add(("pipeline", "placement"))
+        return run
+    found = [text for _, text in inner.found] or list(placement_faults(file))
+    for text in found:
+        faults.add(at, f"{path}: {text}")
+    if found:
+        faults.broken.add(("pipeline", "placement"))
+        return run
+    return msgspec.structs.replace(run, plan=plan_of(file))
 
 
 def section_of(cls: type[Any], values: Mapping[str, object]) -> Any:

@@ -10,24 +10,16 @@ of other peers (`training/moe`). Ends when the run has made all its steps.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any, ClassVar
+from contextlib import closing, nullcontext
+from typing import ClassVar
 
-import torch
 import trio
-from torch import Tensor
 
-from peerd.compute.codec.frames import to_frame
-from peerd.compute.data.corpus_digest import FileDigests, check_text, corpus_digests
-from peerd.compute.data.http_fetch import DataUnavailable
-from peerd.compute.data.stream import SampleStream, cache_of, samples_of
+from peerd.compute.data.corpus_digest import check_text
 from peerd.compute.experts.trunk import check_trunk
 from peerd.compute.model.dry_run import try_layers, try_layers_if_here
-from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.limits import MICROBATCHES
 from peerd.core.messages.progress import TrainerProgress
@@ -45,11 +37,10 @@ from peerd.training.contributor import Contributor
 from peerd.training.moe.expert_flights import ExpertFlights
 from peerd.training.replica.final_state import FinalState
 from peerd.training.stage.member import StageMember
+from peerd.training.trainer_data import TrainerData
 
 _COMPARED_AGAIN_S = (1.0, 1.0, 2.0, 4.0, 8.0)  # pauses before each look at the text of those that start with us
 _AHEAD = 4  # microbatches of samples that lie ready, at least: as many as the next report may wish for
-_EVALUATION_BATCH = 16  # samples, where a microbatch has as many
-_DATA_RETRY_S = 10.0  # when a server of data cannot be reached
 _REPLICA_IN_FLIGHT = 2  # one that is computed and the next: others may be faster with those that would wait here
 _LAST_EVALUATION_S = 60.0  # of a run with experts: by then their hosts may have gone
 _TELL_S = 0.15  # of a delayed replica's work may go into one report: each report costs the conductor and all members
@@ -80,12 +71,8 @@ class TrainerRole:
             calls = self._services.expert_calls(ctx.worker("coding"))
             self._flights = ExpertFlights(ctx, self.replica, calls, calls.status)
         self._pipeline = self._flights or self._services.pipeline(self._books.grant_of, self._books.evaluation_grant)
-        self._worker = ctx.worker("data")
+        self._data = TrainerData(ctx)
         self._wanted = trio.Event()  # set when the books have too few samples waiting
-        self._position: dict[str, Any] = {}
-        self._data_problem: str | None = None
-        self._preparing: str | None = None
-        self._token_dtype = torch.int64
         self._evaluated_step = -1
         self._evaluating: set[trio.CancelScope] = set()
         self._valid_loss = math.nan
@@ -113,14 +100,15 @@ class TrainerRole:
     # --- life -------------------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        stream = await self._worker.run(self._open_data, name="open the data")
-        corpus = await self._read_through()
-        await self._services.compare_settings(corpus)
-        self._rate = WorkRate(self._ctx.clock.now())
-        with self._relaying.serving() if self._relaying is not None else nullcontext():
-            await self._train_to_the_end(stream, task_status)
+        with closing(self._data):
+            await self._data.open()
+            digests = await self._data.prompt_digests()
+            await self._services.compare_settings(digests)
+            self._rate = WorkRate(self._ctx.clock.now())
+            with self._relaying.serving() if self._relaying is not None else nullcontext():
+                await self._train_to_the_end(task_status, read_through=digests is not None)
 
-    async def _train_to_the_end(self, stream: SampleStream, task_status: trio.TaskStatus[None]) -> None:
+    async def _train_to_the_end(self, task_status: trio.TaskStatus[None], *, read_through: bool) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             if self.replica is not None:
@@ -129,10 +117,10 @@ class TrainerRole:
                 await nursery.start(self._services.experts.run)
             if not isinstance(self._pipeline, ExpertFlights):
                 nursery.start_soon(self._pipeline.run)
-            nursery.start_soon(self._feed, stream)
+            nursery.start_soon(self._feed)
             nursery.start_soon(self._contributor.publish_now_and_then)
             nursery.start_soon(self._tally.run)
-            nursery.start_soon(self._compare_again)
+            nursery.start_soon(self._compare_again if read_through else self._compare_late)
             if self.replica is None:  # else it compares
                 nursery.start_soon(self._services.keep_comparing)
             task_status.started()
@@ -150,10 +138,23 @@ class TrainerRole:
             await trio.sleep(pause_s)
             await self._services.refuse_texts_of_few()
 
+    async def _compare_late(self) -> None:
+        """Compare a large text once it has been read through; ConfigError says how much was trained on till then."""
+        digests = await self._data.digests()
+        try:
+            await self._services.compare_settings(digests)
+            await self._compare_again()
+        except ConfigError as error:
+            counted = self._books.tally.counted
+            raise ConfigError(
+                f"{error}. The text was read through beside training: by step {self._books.step} {counted} "
+                "microbatches of it had been counted"
+            ) from error
+
     async def leave(self) -> None:
         """Begin no microbatch any more, let those under way end, say goodbye."""
         await self._contributor.hand_in()
-        await self._save_position()
+        await self._data.save_position()
         if self.replica is not None:
             await self.replica.leave()
         await self._contributor.say_goodbye()
@@ -183,6 +184,7 @@ class TrainerRole:
                 "relayed_bytes": self._relaying.relayed_bytes if self._relaying is not None else 0,
                 "payload_bytes": self._pipeline.sent_bytes + self._pipeline.received_bytes,
                 "evaluations": [{"step": step, "loss": loss} for step, loss in self._evaluations],
+                "skipped_rows": self._data.skipped,
                 "complete": self._contributor.complete,
                 "waits_for": self._waits_for(),
             }
@@ -196,76 +198,16 @@ class TrainerRole:
         reason = "the first samples" if self._contributor.answer is None else None
         told = dict.fromkeys([self._contributor.waits_for, self._pipeline.waits_for])
         waits = "; ".join(text for text in told if text)  # what is begun and not done may fail for the other's reason
-        final = self._final.waits_for if self._final is not None else None
-        return final or self._preparing or self._services.view.waits_for() or waits or self._data_problem or reason
+        ours, final = self._data, self._final.waits_for if self._final is not None else None
+        return final or ours.preparing or self._services.view.waits_for() or waits or ours.problem or reason
 
     # --- samples ----------------------------------------------------------------------------------------------
 
-    def _open_data(self) -> SampleStream:
-        """The stream of samples, from the position where this peer's last one ended."""
-        run, name = self._run, self._ctx.host.id.text
-        self._token_dtype = _narrowest(load_vocabulary(run.model.vocab).size)
-        stream = samples_of(run, name, in_turn=self._ctx.read_in_turn)
-        self._resume(stream)
-        return stream
-
-    async def _read_through(self) -> dict[str, str]:
-        """The digests of the text, by which trainers compare it; a large one takes a while the first time."""
-        wanted = True
-        digests = FileDigests(self._ctx.data_dir / "digests.json", lambda: wanted)
-        cache = cache_of(self._run, self._ctx.read_in_turn)
-        self._preparing = "its own text, which is read through once to compare it with the other trainers'"
-        try:
-            found = await self._worker.run(lambda: corpus_digests(self._run, cache, digests), name="digest the data")
-        finally:
-            wanted = False  # a job runs on where its caller has left
-            self._preparing = None
-        self._ctx.log.event("data.digested", digests=found)
-        return found
-
-    def _resume(self, stream: SampleStream) -> None:
-        path = self._ctx.data_dir / f"{self._run.run}-position.json"
-        if not path.exists():
-            return
-        try:
-            stream.resume(json.loads(path.read_text()))
-        except (ValueError, KeyError, TypeError, ConfigError) as error:
-            self._ctx.log.event("data.restarted", level="warning", reason=f"{path}: {error}")
-
-    async def _save_position(self) -> None:
-        """Save the data position, so that a restart does not show the swarm the same text again."""
-        text = json.dumps(self._position)
-        path = self._ctx.data_dir / f"{self._run.run}-position.json"
-
-        def write() -> None:
-            spare = path.with_suffix(".tmp")
-            spare.write_text(text)
-            spare.replace(path)
-
-        if self._position:
-            try:
-                await self._worker.run(write, name="save the data position")
-            except OSError as error:
-                self._ctx.log.event("data.position_not_saved", level="warning", reason=f"{path}: {error.strerror}")
-
-    async def _feed(self, stream: SampleStream) -> None:
+    async def _feed(self) -> None:
         """Keep a few microbatches of samples ready."""
-        count = self._run.pipeline.microbatch
-
-        def take() -> tuple[Load, dict[str, Any]]:
-            samples = stream.take(count)
-            return self._load(samples, stream.origins), stream.position()
-
         while True:
             while len(self._books.waiting) < max(_AHEAD, self._contributor.in_flight()):
-                try:
-                    load, self._position = await self._worker.run(take, name="take samples")
-                except DataUnavailable as error:
-                    self._data_problem = str(error)
-                    self._ctx.log.event("data.unavailable", level="warning", reason=str(error))
-                    await trio.sleep(_DATA_RETRY_S)
-                    continue
-                self._data_problem = None
+                load = await self._data.take()
                 short = not self._books.waiting  # the last report wished for less than it might have
                 self._books.waiting.append(load)
                 if short and len(self._books.open()) < self._contributor.in_flight():
@@ -371,7 +313,7 @@ class TrainerRole:
         self._ctx.log.event("trainer.stepped", level="debug", step=before, loss=self._step_loss)
         every = self._run.checkpoint.every_steps
         if every and self._books.step % every == 0:
-            self._nursery.start_soon(self._save_position)
+            self._nursery.start_soon(self._data.save_position)
 
     # --- evaluation and progress ------------------------------------------------------------------------------
 
@@ -400,7 +342,7 @@ class TrainerRole:
     async def _evaluate(self, step: int) -> None:
         """Evaluate: the mean loss of held-out samples, the same ones each time."""
         if not self._held_out:
-            self._held_out = await self._worker.run(self._take_held_out, name="take held-out samples")
+            self._held_out = await self._data.held_out()
         total = 0.0
         for load in self._held_out:
             try:
@@ -413,17 +355,6 @@ class TrainerRole:
         self._evaluations.append((step, self._valid_loss))
         self._ctx.log.event("trainer.evaluated", step=step, loss=round(self._valid_loss, 4))
 
-    def _take_held_out(self) -> list[Load]:
-        run = self._run
-        samples = samples_of(run, "all", "valid", self._ctx.read_in_turn).take(run.evaluate.samples)
-        count = min(_EVALUATION_BATCH, run.pipeline.microbatch)
-        return [self._load(samples[i : i + count]) for i in range(0, len(samples), count)]
-
-    def _load(self, samples: Tensor, origins: Sequence[str] = ()) -> Load:
-        """Samples [B, L + 1] as inputs and the tokens that follow them."""
-        tokens = samples.to(self._token_dtype)
-        return Load(to_frame(tokens[:, :-1].contiguous()), to_frame(tokens[:, 1:].contiguous()), tuple(origins))
-
     async def _finish(self) -> None:
         """Make the last evaluation, publish the last progress, save the data position."""
         answer = self._contributor.answer
@@ -432,7 +363,7 @@ class TrainerRole:
             with trio.move_on_after(math.inf if self._flights is None else _LAST_EVALUATION_S):
                 await self._evaluate(answer.step)
         await self._contributor.publish()
-        await self._save_position()
+        await self._data.save_position()
         tally = self._books.tally
         self._ctx.log.event(
             "trainer.finished",
@@ -461,9 +392,3 @@ class TrainerRole:
             addrs=self._services.directory.own_addrs(),
             client=self._services.directory.only_dials,
         )
-
-
-def _narrowest(vocabulary_size: int) -> torch.dtype:
-    """The smallest dtype that holds every token: a token of one byte need not travel as eight."""
-    narrow = (torch.uint8, torch.int16, torch.int32)
-    return next((dtype for dtype in narrow if vocabulary_size - 1 <= torch.iinfo(dtype).max), torch.int64)

@@ -1,8 +1,9 @@
 """The list of files under an http(s) address: `index.json` beside them, with each one's name, size and SHA-256.
 
 `python -m peerd.compute.file_index FOLDER` writes it for a folder that a web server will serve, and prints its own
-SHA-256, which belongs into the run file as `digest`: then everybody reads the same text or none. An index comes from
-the network: sizes, counts and names are bounded, and a name can lead nowhere but below the folder.
+SHA-256, which belongs into the run file as `digest`: then everybody reads the same text or none. Digests of a file's
+pieces let a trainer use the first ones while it fetches the rest. An index comes from the network: sizes, counts and
+names are bounded, and a name can lead nowhere but below the folder.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import os
 import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -21,14 +23,21 @@ from peerd.core.errors import ConfigError
 from peerd.core.limits import DATA_FILE_BYTES, INDEX_FILES, INDEX_NAME_CHARS
 
 INDEX_NAME: Final = "index.json"
+PIECE_BYTES: Final = 1 << 20  # so much of a file is here before its first sample
+_MOST_PIECES: Final = 200_000  # of all files together; pieces are larger where there would be more
 
 
-class IndexedFile(msgspec.Struct, frozen=True):
-    """One file: its name below the folder with `/` between parts, its bytes, its SHA-256 in hex."""
+class IndexedFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One file: its name below the folder with `/` between parts, its bytes, its SHA-256 in hex.
+
+    `pieces`: the SHA-256 of each `piece_bytes` of it, the last piece being the rest; none in an index of old.
+    """
 
     name: str
     bytes: int
     sha256: str
+    piece_bytes: int = 0
+    pieces: list[str] = msgspec.field(default_factory=list)
 
 
 class FileIndex(msgspec.Struct, frozen=True):
@@ -63,8 +72,10 @@ def _fault(file: IndexedFile) -> str | None:
         return "leads elsewhere; allowed: names below the folder"
     if not 0 <= file.bytes <= DATA_FILE_BYTES:
         return f"has {file.bytes} bytes; allowed: 0 to {DATA_FILE_BYTES}"
-    if not re.fullmatch("[0-9a-f]{64}", file.sha256):
+    if not all(re.fullmatch("[0-9a-f]{64}", digest) for digest in (file.sha256, *file.pieces)):
         return "sha256 must be 64 of 0-9 and a-f"
+    if file.pieces and not (file.piece_bytes > 0 and len(file.pieces) == -(-file.bytes // file.piece_bytes)):
+        return f"has {len(file.pieces)} pieces; allowed: one for each piece_bytes ({file.piece_bytes}), or none"
     return None
 
 
@@ -73,16 +84,33 @@ def encode_index(files: list[IndexedFile]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(FileIndex(files)), indent=1) + b"\n"
 
 
+def with_pieces(paths: Mapping[str, Path], go_on: Callable[[], bool] = lambda: True) -> list[IndexedFile]:
+    """An index's entries for the files of some names; raises OSError. `go_on` is asked now and then; False ends it."""
+    piece = PIECE_BYTES
+    sizes = [path.stat().st_size for path in paths.values()]
+    while sum(-(-size // piece) for size in sizes) > _MOST_PIECES + len(sizes):
+        piece *= 2
+    files: list[IndexedFile] = []
+    for name, path in paths.items():
+        whole, pieces = hashlib.sha256(), []
+        with path.open("rb") as stream:
+            while go_on() and (part := stream.read(piece)):
+                whole.update(part)
+                pieces.append(hashlib.sha256(part).hexdigest())
+            several = len(pieces) > 1
+            size, kept = os.fstat(stream.fileno()).st_size, pieces if several else []
+            files.append(IndexedFile(name, size, whole.hexdigest(), piece if several else 0, kept))
+    return files
+
+
 def make_index(folder: Path) -> bytes:
     """The index of all files below `folder`, hidden ones and an index left out."""
-    files: list[IndexedFile] = []
+    paths: dict[str, Path] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name != INDEX_NAME and not any(part.startswith(".") for part in name.split("/")):
-            with path.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-                files.append(IndexedFile(name, os.fstat(stream.fileno()).st_size, digest))
-    raw = encode_index(files)
+            paths[name] = path
+    raw = encode_index(with_pieces(paths))
     parse_index(raw, str(folder))
     return raw
 

@@ -59,16 +59,29 @@ class FileVocabulary:
 
     tokens_per_s = 5e5
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, path: str) -> None:
+        """`path`: for messages. A truncation or padding of the file's own does not apply: all tokens are wanted."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer, self._path = tokenizer, path
         self.size = 1 + max(tokenizer.get_vocab().values(), default=0)  # numbers may have gaps
         found = (tokenizer.token_to_id(name) for name in _SEPARATORS)
         self.separator: int | None = next((token for token in found if token is not None), None)
         self._dtype = np.uint16 if self.size <= 1 << 16 else np.uint32
 
     def encode(self, text: bytes) -> Tokens:
-        encoding = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
-        return np.asarray(encoding.ids, dtype=self._dtype)
+        """ConfigError for a text that the tokenizer has no tokens for."""
+        plain = text.decode("utf-8", errors="replace")
+        # tokenizers raises bare Exception, so the outcome is looked at instead.
+        result = outcome.capture(self._tokenizer.encode, plain, add_special_tokens=False)
+        if isinstance(result, outcome.Error):
+            if not isinstance(result.error, Exception):
+                raise result.error
+            remedy = "use a tokenizer with an unknown token, or one of bytes"
+            raise ConfigError(
+                f"model.vocab: {self._path} cannot encode the text: {result.error} (text: {plain[:80]!r}); {remedy}"
+            ) from result.error
+        return np.asarray(result.unwrap().ids, dtype=self._dtype)
 
     def decode(self, tokens: list[int]) -> str:
         parts: list[list[int]] = [[]]
@@ -103,4 +116,4 @@ def load_vocabulary(vocab: str) -> Vocabulary:
         if not isinstance(result.error, Exception):
             raise result.error
         raise ConfigError(f"model.vocab: {vocab} is not a tokenizers file: {result.error}") from result.error
-    return FileVocabulary(result.unwrap())
+    return FileVocabulary(result.unwrap(), vocab)

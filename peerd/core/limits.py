@@ -25,7 +25,7 @@ FRAME_BYTES: Final = 256 << 20  # one tensor, coded or not: 8 x 2048 x 4096 acti
 INDEX_BYTES: Final = 32 << 20  # a list of files takes about 150 bytes for each
 INDEX_FILES: Final = 200_000  # as many as a list of that size can name
 INDEX_NAME_CHARS: Final = 512  # of a path below the address; file systems allow 255 for each of its parts
-DATA_FILE_BYTES: Final = 8 << 30  # one file: is fetched whole, so smaller ones start sooner
+DATA_FILE_BYTES: Final = 8 << 30  # one file, which the cache must hold whole
 HTTP_REDIRECTS: Final = 5  # a mirror, a region, a signed address; more is a circle
 HTTP_PAUSE_S: Final = 60.0  # longest that a server may ask us to wait
 
@@ -251,6 +251,7 @@ DHT_BYTES_PER_KEY_AND_PUBLISHER: Final = 32 << 10  # the largest record twice, o
 DHT_SUFFIXES_PER_KEY: Final = 64  # sub-keys of one publisher under one key
 
 # --- run files ------------------------------------------------------------------------------------------------------
+PLAN_BYTES: Final = 48 << 10  # of a run file, for its plan: some seven hundred peers
 RUN_FILE_BYTES: Final = 64 << 10  # the part that all peers share; ours take about two thousand
 
 # --- access to a run -------------------------------------------------------------------------------------------

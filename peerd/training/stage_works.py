@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from peerd.compute.model.footprint import footprint
 from peerd.compute.tokenizer import load_vocabulary
-from peerd.core.model.model_size import FLOPS_AGAIN, FLOPS_OF_TRAINING, boundary_bytes, stage_sizes
+from peerd.core.model.model_size import (
+    FLOPS_AGAIN,
+    FLOPS_OF_TRAINING,
+    boundary_bytes,
+    computes_again,
+    stage_sizes,
+)
 from peerd.core.model.stage_memory import ITEM_BYTES
 from peerd.core.run.runfile import RunFile
 from peerd.machine.placement.problem import StageWork
@@ -19,6 +25,7 @@ def stage_works(run: RunFile) -> tuple[StageWork, ...]:
     found = list[StageWork]()
     for stage in range(run.pipeline.stages):
         parameters, last = footprint(run, stage).parameters, stage == run.pipeline.stages - 1
-        flops = (FLOPS_OF_TRAINING + (0 if last else FLOPS_AGAIN)) * tokens * max(1, parameters)
+        again = FLOPS_AGAIN if computes_again(run, stage) else 0
+        flops = (FLOPS_OF_TRAINING + again) * tokens * max(1, parameters)
         found.append(StageWork(parameters * item_bytes, 0 if last else boundary_bytes(run), flops))
     return tuple(found)

@@ -4,6 +4,7 @@ train together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from peerd.compute.data import corpus_digest
 from peerd.contents import with_digests
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.training.trainer_data import TrainerData
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.worlds.network.world import home_world
@@ -105,6 +108,32 @@ async def test_another_text_is_refused_with_both_digests_unless_every_trainer_ha
     assert "let the organizer set data.digest: any" in told
     own = with_text(run, tmp_path / "text0.txt", digest="any")
     assert await refusal(paced(own, tmp_path / "peers2"), own, with_text(own, other)) == ""
+
+
+async def test_another_large_text_is_refused_once_it_has_been_read_through_beside_training(
+    tmp_path: Path, autojump_clock: MockClock, run: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_digest, "PROMPT_BYTES", 0)
+    other, late = tmp_path / "other", trio.Event()
+    other.write_bytes((tmp_path / "text0.txt").read_bytes()[::-1])
+    digests = TrainerData.digests
+
+    async def digests_late(data: TrainerData) -> dict[str, str]:
+        if data._run.data.path == str(other):
+            await late.wait()
+        return await digests(data)
+
+    monkeypatch.setattr(TrainerData, "digests", digests_late)
+    roles = paced(run, tmp_path / "peers")
+    async with replica_world(roles, 1, step=1) as world:
+        await world.start("candidate", program=roles.program(Candidate, run=with_text(run, other)))
+        second: Candidate = roles.live["candidate"]
+        assert await world.until(lambda: counted(second) >= 3, within_s=60), roles.story()
+        assert not second.refusal
+        late.set()
+        assert await world.until(lambda: bool(second.refusal), within_s=60), roles.story()
+    assert second.refusal.startswith("run 'virtual' is on its way with other text: data.path ")
+    assert re.search(r"by step \d+ [1-9]\d* microbatches of it had been counted$", second.refusal)
 
 
 async def test_of_trainers_that_start_in_the_same_second_with_other_texts_one_says_so_and_ends(

@@ -4,8 +4,10 @@
 stages:
   - [virginia-1, virginia-2]
   - [tokyo-1]
-follows: # who sends to whom of the next stage; not read
+follows: # who sends to whom of the next stage; a run obeys it
   - [[virginia-1, tokyo-1], [virginia-2, tokyo-1]]
+peers: # added by hand for a run whose `pipeline.plan` is this file, where names are no peer ids
+  virginia-1: 12D3Koo...
 ```
 """
 
@@ -15,26 +17,17 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import msgspec
-
+from peerd.config import PLACEMENT_FILE
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import Section
+from peerd.core.run.stage_plan import PlacementSection
 from peerd.log import clean
 from peerd.machine.placement.problem import IDLE, PlacementProblem, PlanDevice, StagePlacement
-from peerd.typed_yaml import YamlKind, parse_yaml, typed_section
-
-
-class PlacementSection(Section, frozen=True):
-    stages: list[list[str]]
-    follows: list[list[list[str]]] = msgspec.field(default_factory=list)
-
-
-_PLACEMENT_FILE = YamlKind("placement file", "`stages:`", PlacementSection, file_bytes=4 << 20, nodes=100_000)
+from peerd.typed_yaml import parse_yaml, typed_section
 
 
 def load_placement(path: Path, problem: PlacementProblem) -> StagePlacement:
     """Read a placement of these devices. Raises ConfigError that names every mistake."""
-    tree, faults = parse_yaml(path, _PLACEMENT_FILE)
+    tree, faults = parse_yaml(path, PLACEMENT_FILE)
     file: PlacementSection = typed_section(PlacementSection, tree, (), faults)
     if faults.found:
         raise faults.error(path)

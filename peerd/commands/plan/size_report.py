@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -15,6 +15,14 @@ from peerd.core.run.runfile import BYTES_PER_MBIT, RunFile
 from peerd.screen.units import counted, number, size
 
 _TERA = 1e12
+
+
+_HANDOVER: Final = {
+    "direct": "Stages hand over to each other, and keep their inputs and what they computed; where there is no room "
+    "for that (limits.activations_mb) they compute their forward again.",
+    "trainer": "The trainer carries tensors from stage to stage (pipeline.handover): all but the last stage compute "
+    "their forward again for the backward, and get their input again.",
+}
 
 
 def size_view(run: RunFile, sizes: Sequence[StageSize], speed: float) -> RenderableType:
@@ -68,9 +76,9 @@ def _notes(run: RunFile, sizes: Sequence[StageSize], speed: float) -> list[Text]
         notes.insert(0, f"A layer has {first.layer_parameters:,} parameters, about 12 x {width:,}².")
     if len(sizes) > 1:
         notes.append(
-            f"line: each way, with which a device that reaches {_tflops(speed)} (--speed) never waits for it. All but "
-            "the last stage compute their forward again for the backward, and get their input again. Twice the width "
-            "needs half the line: work grows with its square, bytes do not (square-cube law)."
+            f"line: each way, with which a device that reaches {_tflops(speed)} (--speed) never waits for it. "
+            f"{_HANDOVER[run.pipeline.handover]} Twice the width needs half the line: work grows with its square, "
+            "bytes do not (square-cube law)."
         )
     if run.experts is not None:
         notes.append("Experts are not counted: they are other peers' (a host says how many its memory holds).")

@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
-from peerd.compute.data.readers import Cursor, DataFile, Field, TextPiece, read_jsonl, read_parquet, read_text
-from peerd.compute.data.remote_files import Cache, default_folder, is_remote, remote_files
+from peerd.compute.data.readers import Cursor, Field, TextPiece, read_jsonl, read_parquet, read_text
+from peerd.compute.data.remote_files import Cache, RemoteFile, default_folder, is_remote, remote_files
+from peerd.compute.data.skipped_rows import RowFaults, SkippedRows
+from peerd.compute.data.text_stream import DataFile, FilePart
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import SourceSection
 
@@ -30,9 +32,14 @@ class Documents(Protocol):
     """The documents of one split of one source, file by file."""
 
     files: Sequence[Any]
+    skipped: SkippedRows
 
     def read(self, file: Any, cursor: Cursor | None = None, epoch: int = 0) -> Iterator[TextPiece]:
         """Pieces of one of `files` from `cursor` on; equal arguments give equal pieces."""
+        ...
+
+    def fetch_ahead(self, file: Any) -> None:
+        """Prepare one of `files`, which will be read next."""
         ...
 
 
@@ -40,12 +47,21 @@ class Corpus:
     """The files of one source that belong to one split, sorted by name."""
 
     def __init__(
-        self, source: SourceSection, holdout: float, split: Split, key: str = "data", cache: Cache | None = None
+        self,
+        source: SourceSection,
+        holdout: float,
+        split: Split,
+        key: str = "data",
+        cache: Cache | None = None,
+        *,
+        strict: bool = False,
     ) -> None:
         """ConfigError, with the path `key` in the run file, when nothing matches or nothing is left for this split.
 
-        `cache`: where files under an http(s) address are kept; the user's common one without it.
+        `cache`: where files under an http(s) address are kept; the user's common one without it. `strict`: a row
+        without text is an error.
         """
+        self.skipped = SkippedRows(strict)
         self._source = source
         self._key = key
         self._holdout = holdout
@@ -63,22 +79,25 @@ class Corpus:
     def read(self, file: DataFile, cursor: Cursor | None = None, epoch: int = 0) -> Iterator[TextPiece]:
         """Pieces of one file from `cursor`, or from the start of this split's part of it; the same in every epoch."""
         kind, field = self._source.kind, Field(self._source.field, f"{self._key}.field")
+        faults = RowFaults(self.skipped, cursor is None)
         try:
             if kind == "text":
-                yield from read_text(file, self._part, cursor)
+                yield from read_text(file, self._part(), cursor)
             elif kind == "jsonl":
-                yield from read_jsonl(file, self._part, cursor, field)
+                yield from read_jsonl(file, self._part(), cursor, field, faults)
             else:
-                yield from read_parquet(file, self._part, cursor, field)
+                yield from read_parquet(file, self._part(), cursor, field, faults)
         except OSError as error:
             raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
 
-    def _part(self, size: int) -> tuple[int, int]:
-        """Begin and end of this split's part of a file of `size` bytes or rows."""
-        if self._whole_files:
-            return 0, size
-        cut = size - int(size * self._holdout)
-        return (0, cut) if self._split == "train" else (cut, size)
+    def fetch_ahead(self, file: DataFile) -> None:
+        """Start to fetch a file under an http(s) address, which will be read next."""
+        if isinstance(file, RemoteFile):
+            file.fetch_ahead()
+
+    def _part(self) -> FilePart:
+        """This split's part of each file."""
+        return FilePart() if self._whole_files else FilePart(self._holdout, self._split == "valid")
 
 
 def _list(source: SourceSection, key: str, cache: Cache | None) -> Mapping[str, DataFile]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from typing import Any, Final
 
 from peerd.compute.data.corpus import FEW_FILES, Corpus, find_files
 from peerd.compute.data.remote_files import Cache, is_remote, remote_files
-from peerd.compute.file_index import IndexedFile, encode_index
+from peerd.compute.data.text_stream import open_text
+from peerd.compute.file_index import IndexedFile, encode_index, with_pieces
 from peerd.compute.tokenizer import Vocabulary, load_vocabulary
 from peerd.compute.user_code import find_function
 from peerd.contents import source_of
@@ -29,6 +31,8 @@ from peerd.core.run.runfile import RunFile, SourceSection, sources_of
 
 _PIECE_BYTES: Final = 8 << 20
 _REMEMBERED: Final = 100_000  # files
+PROMPT_BYTES: Final = 64 << 20  # of files that are not remembered: digested within a second
+_LOOKED_AT: Final = 10_000  # files that are opened before anything is joined; the others are when their turn comes
 
 
 @dataclass(slots=True)
@@ -65,6 +69,21 @@ class FileDigests:
         self._learnt = True
         return whole.hexdigest()
 
+    def remembered(self, index: str) -> str | None:
+        """The digest of the index with pieces of files whose index without them has the digest `index`."""
+        known = self._known.get(f"index {index}")
+        return known[-1] if isinstance(known, list) and known and isinstance(known[-1], str) else None
+
+    def remember(self, index: str, with_pieces: str) -> None:
+        """Keep that digest."""
+        self._known[f"index {index}"] = [with_pieces]
+        self._learnt = True
+
+    def knows(self, file: Path) -> bool:
+        """True if the digest of a file is remembered; raises OSError."""
+        about, known = file.stat(), self._known.get(str(file))
+        return isinstance(known, list) and known[:2] == [about.st_size, about.st_mtime_ns]
+
     def save(self) -> None:
         """Remember; a disk that is full costs the memory only."""
         if self.memory is None or not self._learnt:
@@ -84,6 +103,29 @@ def _seal(files: object) -> str:
 
 class Interrupted(Exception):
     """Whoever wanted the digest does not any more."""
+
+
+def takes_long(run: RunFile, digests: FileDigests) -> bool:
+    """True if more than PROMPT_BYTES of the run's text must be read for its digests."""
+    digests.open()
+    unread = 0
+    for key, source in sources_of(run.data):
+        if (
+            source.kind != "dataset"
+            and source.digest != "any"
+            and source.path != "stdlib"
+            and not is_remote(source.path)
+        ):
+            try:
+                files = [file for file in find_files(source.path, key).values() if not digests.knows(file)]
+                unread += sum(file.stat().st_size for file in files)
+            except OSError as error:
+                raise _unreadable(key, error) from error
+    return unread > PROMPT_BYTES
+
+
+def _unreadable(key: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{key}.path: {error.filename} cannot be read: {error.strerror}")
 
 
 def corpus_digests(run: RunFile, cache: Cache, digests: FileDigests) -> dict[str, str]:
@@ -106,7 +148,7 @@ def _digest(key: str, source: SourceSection, cache: Cache, digests: FileDigests)
         return hashlib.sha256(b"stdlib").hexdigest()
     if source.kind == "dataset":
         found = source_of(source.path)
-        return _checked(key, source, found.digest if found is not None else "", "")
+        return _checked(key, source, found.digest if found is not None else "")
     if is_remote(source.path):
         files = [file.indexed for file in remote_files(source, key, cache).values()]
         return _of_files(files)  # the index has been compared with `digest` already
@@ -115,14 +157,32 @@ def _digest(key: str, source: SourceSection, cache: Cache, digests: FileDigests)
             IndexedFile(name, file.stat().st_size, digests.of(file))
             for name, file in sorted(find_files(source.path, key).items())
         ]
+        indexes = _indexes(source, key, files, digests) if source.digest else []
     except OSError as error:
-        raise ConfigError(f"{key}.path: {error.filename} cannot be read: {error.strerror}") from error
-    index = hashlib.sha256(encode_index(files)).hexdigest() if source.digest else ""
-    return _checked(key, source, _of_files(files), index)
+        raise _unreadable(key, error) from error
+    return _checked(key, source, _of_files(files), *indexes)
 
 
-def _checked(key: str, source: SourceSection, found: str, index: str) -> str:
-    if source.digest and source.digest not in (found, index):
+def _indexes(source: SourceSection, key: str, files: list[IndexedFile], digests: FileDigests) -> list[str]:
+    """Digests of the indexes of these files: without pieces, and, where that is not the one that is sought, with them.
+
+    The latter reads the files once more; it is remembered.
+    """
+    plain = hashlib.sha256(encode_index(files)).hexdigest()
+    if source.digest in (plain, _of_files(files)):
+        return [plain]
+    found = digests.remembered(plain)
+    if found is None:
+        entries = with_pieces(dict(sorted(find_files(source.path, key).items())), digests.go_on)
+        if not digests.go_on():
+            raise Interrupted
+        found = hashlib.sha256(encode_index(entries)).hexdigest()
+        digests.remember(plain, found)
+    return [plain, found]
+
+
+def _checked(key: str, source: SourceSection, found: str, *indexes: str) -> str:
+    if source.digest and source.digest not in (found, *indexes):
         both = f"sha256 {found[:12]}... here, {source.digest[:12]}... in {key}.digest"
         raise ConfigError(f"{key}.path: {source.path} is not the text of the run ({both})")
     return found
@@ -146,7 +206,8 @@ def check_text(run: RunFile) -> None:
         if source.kind == "dataset":
             find_function(source.path, f"{key}.path")
         elif not is_remote(source.path):
-            train = Corpus(source, run.data.holdout, "train", key)
+            _check_files(source, key)
+            train = Corpus(source, run.data.holdout, "train", key, strict=run.data.strict)
             found, nbytes = _tokens(train, vocab, context + 1)
             if found <= context:
                 unit = "bytes" if run.model.vocab == "bytes" else "tokens"
@@ -157,6 +218,17 @@ def check_text(run: RunFile) -> None:
                 why = f"data.holdout ({run.data.holdout}) of it is less than a byte"
                 remedy = "give more text, a larger data.holdout, or evaluate: {every_steps: 0}"
                 raise ConfigError(f"{key}.path: {source.path} leaves nothing to evaluate with: {why}; {remedy}")
+
+
+def _check_files(source: SourceSection, key: str) -> None:
+    """ConfigError for a file that is no text, of the first _LOOKED_AT."""
+    if source.kind in ("text", "jsonl") and source.path != "stdlib":
+        for file in itertools.islice(find_files(source.path, key).values(), _LOOKED_AT):
+            try:
+                with open_text(file, is_new=True):
+                    pass
+            except OSError as error:
+                raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
 def _tokens(corpus: Corpus, vocab: Vocabulary, enough: int) -> tuple[int, int]:

@@ -48,13 +48,30 @@ class Wanted:
     told_by: str = "the index"  # where size and digest come from
 
 
+class FetchSink(Protocol):
+    """Where fetched bytes go: a file, of which only these methods are used."""
+
+    @property
+    def name(self) -> str: ...
+
+    def tell(self) -> int: ...
+
+    def seek(self, at: int, /) -> int: ...
+
+    def truncate(self) -> int: ...
+
+    def read(self, count: int, /) -> bytes: ...
+
+    def write(self, chunk: bytes, /) -> int: ...
+
+
 class UrlOpener(Protocol):
     """The part of `urllib.request.OpenerDirector` that is used."""
 
     def open(self, fullurl: urllib.request.Request, *, timeout: float) -> Any: ...
 
 
-class _Passing(Exception):
+class PassingFault(Exception):
     """This attempt failed, another may not; `pause_s` is what the server asked for."""
 
     def __init__(self, reason: str, pause_s: float = 0.0) -> None:
@@ -81,7 +98,7 @@ class Downloader:
         self._pause = pause
         self._in_turn = in_turn
 
-    def fetch(self, url: str, wanted: Wanted, sink: IO[bytes]) -> None:
+    def fetch(self, url: str, wanted: Wanted, sink: IO[bytes] | FetchSink) -> None:
         """Write what is at `url` into `sink`, which is empty; ConfigError or DataUnavailable when it cannot be had."""
         damaged = False
         for pause_s in (*PAUSES_S, None):
@@ -93,13 +110,13 @@ class Downloader:
                     raise ConfigError(f"{url}: its SHA-256 is not {wanted.sha256}, as {wanted.told_by} says")
                 damaged = True
                 _empty(sink)
-                raise _Passing("what arrived has another SHA-256")
-            except _Passing as failure:
+                raise PassingFault("what arrived has another SHA-256")
+            except PassingFault as failure:
                 if pause_s is None:
                     raise DataUnavailable(f"{url}: {failure} (tried {len(PAUSES_S) + 1} times)") from failure
                 self._pause(max(pause_s, failure.pause_s))
 
-    def _attempt(self, url: str, wanted: Wanted, sink: IO[bytes]) -> None:
+    def _attempt(self, url: str, wanted: Wanted, sink: IO[bytes] | FetchSink) -> None:
         """Fetch what `sink` does not have yet."""
         if not wanted.sha256:
             _empty(sink)  # nothing would show that two halves belong together
@@ -118,12 +135,12 @@ class Downloader:
             if error.code == 416:  # it has no more than we got: begin again
                 _empty(sink)
             if error.code in _PASSING:
-                raise _Passing(f"the server says {error.code} {error.reason}", _asked_pause(error)) from error
+                raise PassingFault(f"the server says {error.code} {error.reason}", _asked_pause(error)) from error
             raise ConfigError(f"{url}: the server says {error.code} {error.reason}") from error
         except (OSError, http.client.HTTPException) as error:
             raise _reason(url, error) from error
 
-    def _copy(self, url: str, answer: Any, wanted: Wanted, sink: IO[bytes]) -> None:
+    def _copy(self, url: str, answer: Any, wanted: Wanted, sink: IO[bytes] | FetchSink) -> None:
         took_s = 0.0  # of the server's; waiting for our turn is no fault of its
         begin = sink.tell()
         _check_length(url, answer, wanted, begin)
@@ -140,11 +157,11 @@ class Downloader:
                 raise ConfigError(f"{url}: {_too_large(wanted)}")
             _write(sink, chunk)
             if took_s > READ_TIMEOUT_S + (sink.tell() - begin) / SLOWEST_BYTES_PER_S:
-                raise _Passing(f"slower than {SLOWEST_BYTES_PER_S >> 10} KiB/s")
+                raise PassingFault(f"slower than {SLOWEST_BYTES_PER_S >> 10} KiB/s")
         whole = _content_length(answer)
         expected = wanted.size if wanted.size is not None else None if whole is None else begin + whole
         if expected is not None and sink.tell() < expected:
-            raise _Passing(f"broke off after {sink.tell()} of {expected} bytes")
+            raise PassingFault(f"broke off after {sink.tell()} of {expected} bytes")
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
@@ -178,12 +195,12 @@ def _safe_opener(public_only: bool) -> UrlOpener:
     return opener
 
 
-def _empty(sink: IO[bytes]) -> None:
+def _empty(sink: IO[bytes] | FetchSink) -> None:
     sink.seek(0)
     sink.truncate()
 
 
-def _fits(wanted: Wanted, sink: IO[bytes]) -> bool:
+def _fits(wanted: Wanted, sink: IO[bytes] | FetchSink) -> bool:
     """True when the digest is right, or none is known."""
     if not wanted.sha256:
         return True
@@ -235,12 +252,12 @@ def _reason(url: str, error: OSError | http.client.HTTPException) -> Exception:
     if isinstance(cause, ssl.SSLCertVerificationError):
         return ConfigError(f"{url}: the server's certificate is not valid: {cause.verify_message}")
     if isinstance(cause, TimeoutError):
-        return _Passing(f"no answer within {READ_TIMEOUT_S:g} s")
+        return PassingFault(f"no answer within {READ_TIMEOUT_S:g} s")
     text = str(cause.strerror or cause) if isinstance(cause, OSError) else str(cause)
-    return _Passing(text[:200] or type(cause).__name__)
+    return PassingFault(text[:200] or type(cause).__name__)
 
 
-def _write(sink: IO[bytes], chunk: bytes) -> None:
+def _write(sink: IO[bytes] | FetchSink, chunk: bytes) -> None:
     """A full disk is this machine's fault, and no reason to ask the server again."""
     try:
         sink.write(chunk)

@@ -2,38 +2,30 @@
 
 Reading from a cursor always gives the same piece and the same next cursor, so a reader can go on from any cursor it
 kept. Never more than one piece (of Parquet: 64 rows) is in memory. A document ends with the file (text), the line
-(JSONL) or the row (Parquet). What is wrong with a file is a ConfigError that names file and line.
+(JSONL) or the row (Parquet). What is wrong with a file is a ConfigError that names file and line; a row that gives no
+text is reported to the `RowFaults` of the read, which decide whether reading goes on.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, BinaryIO, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from peerd.compute.data.skipped_rows import RowFaults
+from peerd.compute.data.text_stream import DataFile, FilePart, TextStream, open_text
 from peerd.core.errors import ConfigError
 
 PIECE_BYTES: Final = 1 << 16  # of a text file; small, so that the first sample is there at once
 LINE_BYTES: Final = 64 << 20  # a longer JSONL line is a broken file
 ROWS: Final = 64  # of Parquet, read at once
 
-# Where the part to read starts and ends, of a file with so many bytes (text, JSONL) or rows (Parquet).
-Part = Callable[[int], tuple[int, int]]
 Text = bytes | npt.NDArray[np.integer[Any]]  # UTF-8, or token numbers already
-
-
-class DataFile(Protocol):
-    """A Path, or a file that is fetched when it is opened; its str says where it lies."""
-
-    @property
-    def name(self) -> str: ...
-
-    def open(self, mode: Literal["rb"]) -> BinaryIO: ...
 
 
 class Field(NamedTuple):
@@ -58,18 +50,25 @@ class TextPiece(NamedTuple):
     ends: bool
 
 
-def read_text(file: DataFile, part: Part, cursor: Cursor | None) -> Iterator[TextPiece]:
-    """The whole part is one document."""
-    with file.open("rb") as stream:
-        start, end = part(os.fstat(stream.fileno()).st_size)
-        at = start if cursor is None else cursor.at
-        stream.seek(at)
-        while at < end and (text := stream.read(min(PIECE_BYTES, end - at))):
-            if at + len(text) < end:
-                text = _whole_words(text)
-                stream.seek(at + len(text))
-            yield TextPiece(Cursor(at), text, at + len(text) >= end)
-            at += len(text)
+def read_text(file: DataFile, part: FilePart, cursor: Cursor | None) -> Iterator[TextPiece]:
+    """Each span of the part is one document."""
+    first = 0 if cursor is None else cursor.at
+    with open_text(file) as stream:
+        for start, end in part.spans(stream.size):
+            if end <= first:
+                continue
+            at, begin = max(start, first), b""
+            stream.go_to(at)
+            while at < end:
+                wanted = min(PIECE_BYTES, end - at)
+                is_last = at + wanted == end
+                begin += stream.read(wanted + (not is_last) - len(begin))  # a byte more: does the file go on?
+                if not begin:
+                    return
+                ends = is_last or len(begin) <= wanted
+                text = begin[:wanted] if ends else _whole_words(begin[:wanted])
+                yield TextPiece(Cursor(at), text, ends)
+                at, begin = at + len(text), begin[len(text) :]
 
 
 def _whole_words(text: bytes) -> bytes:
@@ -83,35 +82,85 @@ def _whole_words(text: bytes) -> bytes:
     return text[: cut - 1] if text[cut - 1] & 0b1100_0000 == 0b1100_0000 and cut > 1 else text
 
 
-def read_jsonl(file: DataFile, part: Part, cursor: Cursor | None, field: Field) -> Iterator[TextPiece]:
+class _BadRow(Exception):
+    """A row gives no text. `empty`: its text is null."""
+
+    def __init__(self, fault: str, *, empty: bool = False) -> None:
+        super().__init__(fault)
+        self.empty = empty
+
+    def report(self, where: str, faults: RowFaults) -> None:
+        """Report this fault of the row at `where`."""
+        (faults.empty if self.empty else faults.broken)(f"{where}: {self}")
+
+
+def read_jsonl(
+    file: DataFile, part: FilePart, cursor: Cursor | None, field: Field, faults: RowFaults
+) -> Iterator[TextPiece]:
     """Each line is an object with a string under `field`; a line belongs to the part in which it starts."""
-    with file.open("rb") as stream:
-        start, end = part(os.fstat(stream.fileno()).st_size)
+    with open_text(file) as stream:
+        spans, start, end = part.spans(stream.size), 0, 0
         at, line = (0, 0) if cursor is None else cursor
-        stream.seek(at)
-        while at < end and (raw := stream.readline(LINE_BYTES)):
+        stream.go_to(at)
+        while True:
+            while at >= end:
+                following = next(spans, None)
+                if following is None:
+                    return
+                start, end = following
+            if not (raw := stream.readline(LINE_BYTES)):
+                return
+            size = len(raw) + _rest_of_line(stream, raw)
             if at >= start and raw.strip():
-                yield TextPiece(Cursor(at, line), _document(raw, field, f"{file}, line {line + 1}"), True)
-            at, line = at + len(raw), line + 1
+                try:
+                    text = _document(raw, field)
+                except _BadRow as fault:
+                    fault.report(f"{file}, line {line + 1}", faults)
+                else:
+                    faults.good()
+                    yield TextPiece(Cursor(at, line), text, True)
+            at, line = at + size, line + 1
 
 
-def _document(raw: bytes, field: Field, where: str) -> bytes:
+def _rest_of_line(stream: TextStream, raw: bytes) -> int:
+    """Read over the rest of a line of which `raw` is as much as is read at once; returns its bytes."""
+    rest, last = 0, raw
+    while len(last) >= LINE_BYTES and not last.endswith(b"\n"):
+        last = stream.readline(LINE_BYTES)
+        rest += len(last)
+    return rest
+
+
+def _document(raw: bytes, field: Field) -> bytes:
     """The text of one JSONL line."""
     if len(raw) >= LINE_BYTES:
-        raise ConfigError(f"{where}: longer than {LINE_BYTES >> 20} MB")
-    try:
-        tree = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: not JSON ({error}); expected an object with text under {field.name!r}") from None
+        raise _BadRow(f"longer than {LINE_BYTES >> 20} MB")
+    tree = _json(raw, field)
     text = tree.get(field.name) if isinstance(tree, dict) else None
     if not isinstance(text, str):
-        found = f"the fields {', '.join(sorted(tree))[:200]}" if isinstance(tree, dict) else type(tree).__name__
-        raise ConfigError(f"{where}: expected an object with text under {field.name!r} ({field.key}), found {found}")
+        fields = ", ".join(sorted(tree))[:200] if isinstance(tree, dict) else ""
+        found = f"the fields {fields}" if fields else type(tree).__name__
+        empty = isinstance(tree, dict) and field.name in tree and text is None
+        found = "null" if empty else found
+        raise _BadRow(f"expected an object with text under {field.name!r} ({field.key}), found {found}", empty=empty)
     return text.encode(errors="replace")
 
 
-def read_parquet(file: DataFile, part: Part, cursor: Cursor | None, field: Field) -> Iterator[TextPiece]:
-    """Each row's `field` is a document; rows without text are left out."""
+def _json(raw: bytes, field: Field) -> Any:
+    """A line's value. NaN and Infinity, which many programs write, are taken."""
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        try:
+            return json.loads(raw)
+        except (ValueError, RecursionError):
+            raise _BadRow(f"not JSON ({error}); expected an object with text under {field.name!r}") from None
+
+
+def read_parquet(
+    file: DataFile, part: FilePart, cursor: Cursor | None, field: Field, faults: RowFaults
+) -> Iterator[TextPiece]:
+    """Each row's `field` is a document."""
     try:
         pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError as error:
@@ -119,8 +168,16 @@ def read_parquet(file: DataFile, part: Part, cursor: Cursor | None, field: Field
     try:
         with file.open("rb") as stream, parquet.ParquetFile(stream) as table:
             _check_column(table, field, file)
-            start, end = part(table.metadata.num_rows)
-            yield from _rows(table, field, start if cursor is None else cursor.at, end)
+            start, end = part.span(table.metadata.num_rows)
+            for row, value in _rows(table, field, start if cursor is None else cursor.at, end):
+                try:
+                    text = _utf8(value)
+                except _BadRow as fault:
+                    fault.report(f"{file}, row {row + 1}", faults)
+                else:
+                    faults.good()
+                    if text:
+                        yield TextPiece(Cursor(row), text, True)
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{file}: not a Parquet file that can be read: {error}") from error
 
@@ -134,18 +191,29 @@ def _check_column(table: Any, field: Field, file: DataFile) -> None:
         raise ConfigError(f"{file}: column {field.name!r} ({field.key}) holds {kind}, not text")
 
 
-def _rows(table: Any, field: Field, start: int, end: int) -> Iterator[TextPiece]:
+def _utf8(value: bytes | None) -> bytes:
+    """The text of one row. Parquet does not check what writers call text."""
+    if value is None:
+        raise _BadRow("the text is null", empty=True)
+    try:
+        value.decode()
+    except UnicodeDecodeError as error:
+        raise _BadRow(f"not UTF-8 ({error.reason} at byte {error.start})") from None
+    return value
+
+
+def _rows(table: Any, field: Field, start: int, end: int) -> Iterator[tuple[int, bytes | None]]:
     """Rows `start` to `end`, row group by row group; whole groups before `start` are not read."""
-    row = 0
+    row, as_bytes = 0, import_module("pyarrow").large_binary()
     for group in range(table.num_row_groups):
         rows = table.metadata.row_group(group).num_rows
         if row + rows <= start:
             row += rows
             continue
         for batch in table.iter_batches(batch_size=ROWS, row_groups=[group], columns=[field.name]):
-            for text in batch.column(0).to_pylist():
+            for value in batch.column(0).cast(as_bytes).to_pylist():
                 if row >= end:
                     return
-                if row >= start and text:
-                    yield TextPiece(Cursor(row), text.encode(errors="replace"), True)
+                if row >= start:
+                    yield row, value
                 row += 1

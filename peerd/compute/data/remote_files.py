@@ -1,4 +1,4 @@
-"""Files under an http(s) address: listed by an index, fetched whole when opened, kept in a bounded folder.
+"""Files under an http(s) address: listed by an index, fetched when opened or shortly before, kept in a bounded folder.
 
 A file is kept under its SHA-256, so that runs and processes of one user share it, and nothing that a server says can
 name a path on this machine. What was used longest ago makes room. Several processes may use the folder at once: a
@@ -15,12 +15,13 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, Literal
 from urllib.parse import quote, urljoin
 
+from peerd.compute.data.file_fetch import STREAMS, CheckedPieces, FetchEnded, FileFetch
 from peerd.compute.data.http_fetch import Downloader, Wanted
 from peerd.compute.file_index import INDEX_NAME, IndexedFile, parse_index
 from peerd.core.errors import ConfigError
@@ -48,18 +49,22 @@ def default_folder() -> Path:
     return base / "data"
 
 
-@dataclass(frozen=True, slots=True)
 class Cache:
-    """A folder for fetched files of at most `most_bytes` together."""
+    """A folder for fetched files of at most `most_bytes` together. Used by one thread at a time, and its fetches."""
 
-    folder: Path
-    most_bytes: int = CACHE_BYTES
-    downloader: Downloader = field(default_factory=Downloader)
+    def __init__(self, folder: Path, most_bytes: int = CACHE_BYTES, downloader: Downloader | None = None) -> None:
+        self.folder, self.most_bytes = folder, most_bytes
+        self.downloader = downloader or Downloader()
+        self._fetches: dict[str, FileFetch] = {}  # by SHA-256
+        self._read: dict[str, str] = {}  # key of a source -> SHA-256 of the file that was opened last
 
     def open(self, url: str, file: IndexedFile, key: str) -> BinaryIO:
-        """The file, fetched if it is not here; ConfigError or DataUnavailable when that is not possible."""
-        if file.bytes > self.most_bytes:
-            raise ConfigError(f"{key}.path: {url} has {file.bytes} bytes, the cache {self.folder} {self.most_bytes}")
+        """The file, which is fetched if it is not here; ConfigError or DataUnavailable when that is not possible.
+
+        It may be read from as soon as its first piece is here; a read waits for bytes that are not.
+        """
+        self._check_size(url, file, key)
+        self._read[key] = file.sha256
         path = self.folder / file.sha256
         for _ in range(_TRIES):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -68,35 +73,117 @@ class Cache:
                     _touch(path)
                     return stream
                 stream.close()  # a disk that was full, or somebody's hand
-            self._fetch(url, file, path)
+            with contextlib.suppress(FileNotFoundError, FetchEnded):
+                fetch = self._fetch(url, file)
+                if STREAMS and file.pieces:
+                    return fetch.open()
+                fetch.wait()  # before it is complete nobody knows whether any of it is right
         raise ConfigError(f"{path}: is taken away as soon as it is there; the cache is too small for its users")
 
-    def _fetch(self, url: str, file: IndexedFile, path: Path) -> None:
+    def fetch_ahead(self, url: str, file: IndexedFile) -> None:
+        """Start to fetch a file that will be read next, if it finds room beside what is read now.
+
+        At most one is on its way, after those that somebody waits for. A failure is reported when the file is opened,
+        and fetched anew.
+        """
+        self._clear()
+        ahead = any(fetch.is_ahead for fetch in self._fetches.values())
+        if not ahead and file.sha256 not in self._fetches and not (self.folder / file.sha256).exists():
+            self._start(url, file, is_ahead=True)
+
+    def close(self) -> None:
+        """End all fetches."""
+        for fetch in self._fetches.values():
+            fetch.end()
+
+    def _check_size(self, url: str, file: IndexedFile, key: str) -> None:
+        if file.bytes > self.most_bytes:
+            raise ConfigError(f"{key}.path: {url} has {file.bytes} bytes, the cache {self.folder} {self.most_bytes}")
+
+    def _fetch(self, url: str, file: IndexedFile) -> FileFetch:
+        """The fetch of a file that somebody wants to read: one that is under way, or a new one."""
+        self._clear()
+        fetch = self._fetches.get(file.sha256)
+        if fetch is not None:
+            fetch.is_ahead = False
+            return fetch
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._make_room(file.bytes)
+            if not self._room_for(file.bytes, self._others(None)):
+                self._end_those_ahead()
+        except OSError as error:
+            raise _unwritable(self.folder, error) from error
+        return self._start(url, file, is_ahead=False)
+
+    def _start(self, url: str, file: IndexedFile, *, is_ahead: bool) -> FileFetch:
+        others = self._others(None)
+        fetch = self._fetches[file.sha256] = FileFetch(file.bytes, is_ahead=is_ahead)
+        if is_ahead:
+            fetch.start(lambda fetch: self._run_ahead(url, file, fetch, others))
+        else:
+            fetch.start(lambda fetch: self._run(url, file, fetch))
+        return fetch
+
+    def _run_ahead(self, url: str, file: IndexedFile, fetch: FileFetch, others: list[FileFetch]) -> None:
+        """A fetch ahead, in its thread."""
+        for other in others:
+            other.wait_over()
+        fetch.checked(0)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fits = self._room_for(file.bytes, self._others(fetch), set(self._read.values()))
+        except OSError as error:
+            raise FetchEnded from error
+        if fetch.is_ahead and not fits:
+            raise FetchEnded
+        self._run(url, file, fetch)
+
+    def _others(self, mine: FileFetch | None) -> list[FileFetch]:
+        return [fetch for fetch in list(self._fetches.values()) if fetch is not mine and not fetch.is_over]
+
+    def _run(self, url: str, file: IndexedFile, fetch: FileFetch) -> None:
+        """A fetch, in its thread."""
+        try:
             part = tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False)  # noqa: SIM115
         except OSError as error:
-            raise ConfigError(f"{self.folder}: cannot be written: {error.strerror or error}") from error
+            raise _unwritable(self.folder, error) from error
         try:
             with part:
+                fetch.writes(Path(part.name))
                 wanted = Wanted(most=file.bytes, size=file.bytes, sha256=file.sha256)
-                self.downloader.fetch(url, wanted, part.file)
-            os.replace(part.name, path)
+                self.downloader.fetch(url, wanted, CheckedPieces(part.file, file, url, fetch.checked))
+            fetch.moves(self.folder / file.sha256)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(part.name)
 
-    def _make_room(self, wanted_bytes: int) -> None:
-        """Take away what was used longest ago until `wanted_bytes` more fit, and what was abandoned."""
+    def _clear(self) -> None:
+        """Forget fetches that are over."""
+        self._fetches = {digest: fetch for digest, fetch in self._fetches.items() if not fetch.is_over}
+
+    def _end_those_ahead(self) -> None:
+        for fetch in [fetch for fetch in self._fetches.values() if fetch.is_ahead]:
+            fetch.end()
+            fetch.wait_over()
+        self._clear()
+
+    def _room_for(self, wanted_bytes: int, beside: Iterable[FileFetch], spared: Collection[str] = ()) -> bool:
+        """Take away what was used longest ago, but for those `spared`, until `wanted_bytes` more fit `beside` fetches.
+
+        Takes away what was abandoned, too. False if the bytes do not fit.
+        """
         kept = sorted(self._kept())
-        total = sum(size for _, size, _ in kept) + wanted_bytes
-        for _, size, path in kept:
+        total = sum(size for _, size, _ in kept) + wanted_bytes + sum(fetch.size for fetch in beside)
+        removable = [(size, path) for _, size, path in kept if path.name not in spared]
+        if total - sum(size for size, _ in removable) > self.most_bytes and spared:
+            return False
+        for size, path in removable:
             if total <= self.most_bytes:
-                return
+                break
             with contextlib.suppress(OSError):  # gone already, or open where that forbids it
                 path.unlink()
                 total -= size
+        return total <= self.most_bytes
 
     def _kept(self) -> Iterator[tuple[int, int, Path]]:
         """Time of the last use (ns), size in bytes, and path of each file."""
@@ -107,6 +194,10 @@ class Cache:
                     yield found.st_mtime_ns, found.st_size, path
                 elif path.suffix == ".part" and time.time() - found.st_mtime > ABANDONED_S:
                     path.unlink()
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{folder}: cannot be written: {error.strerror or error}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +218,10 @@ class RemoteFile:
 
     def open(self, mode: Literal["rb"] = "rb") -> BinaryIO:
         return self.cache.open(self.url, self.indexed, self.key)
+
+    def fetch_ahead(self) -> None:
+        """Start to fetch this file, which will be read next."""
+        self.cache.fetch_ahead(self.url, self.indexed)
 
 
 def remote_files(source: SourceSection, key: str, cache: Cache) -> dict[str, RemoteFile]:

@@ -18,7 +18,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,10 +27,13 @@ import numpy.typing as npt
 from peerd.compute.data.corpus import Corpus, Documents, Split
 from peerd.compute.data.readers import Cursor, TextPiece
 from peerd.compute.data.remote_files import Cache
+from peerd.compute.data.skipped_rows import SkippedRows
 from peerd.compute.data.user_dataset import Dataset
 from peerd.compute.tokenizer import Vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import SourceSection
+
+_LOOK_AHEAD: Final = 32  # pieces between two looks whether the next file can be fetched
 
 Tokens = npt.NDArray[Any]
 
@@ -90,6 +93,7 @@ class Cutting:
     name: str  # of the random numbers
     key: str  # of the source in the run file, for messages
     cache: Cache | None = None
+    strict: bool = False  # a row without text is an error
 
 
 class SourceStream:
@@ -107,6 +111,11 @@ class SourceStream:
     def files(self) -> int:
         """Number of files that the stream reads."""
         return len(self._documents.files)
+
+    @property
+    def skipped(self) -> SkippedRows:
+        """Rows that were left out."""
+        return self._documents.skipped
 
     def position(self) -> StreamPosition:
         """The stream's position."""
@@ -190,21 +199,30 @@ class SourceStream:
         """The endless text from `place` on, piece by piece."""
         epoch, file, cursor = place.epoch, place.file, place.cursor
         while True:
-            order = list(range(self.files))
-            self._rng(f"epoch {epoch}").shuffle(order)
+            order, after = self._order(epoch), self._order(epoch + 1)[0]
             empty = file == 0 and cursor is None
             for number in range(file, len(order)):
                 start = None if cursor is None else Cursor(*cursor)
                 read = self._documents.files[order[number]]
-                for piece in self._documents.read(read, start, epoch):
+                following = [*order, after][number + 1]
+                for count, piece in enumerate(self._documents.read(read, start, epoch)):
+                    if count % _LOOK_AHEAD == 0:
+                        self._documents.fetch_ahead(self._documents.files[following])
                     tokens = self._encode(piece)
                     yield _Run(_Place(epoch, number, (piece.start.at, piece.start.line)), tokens, str(read))
                     empty = empty and len(tokens) == 0
                 cursor = None
             if empty:
                 text, key = f"{self._cutting.split} text", self._cutting.key
-                raise ConfigError(f"{key}.path {self._path}: no {text} in the {self.files} files that were read")
+                why = f"; {self.skipped.count} rows were left out: {self.skipped.first}" if self.skipped.count else ""
+                raise ConfigError(f"{key}.path {self._path}: no {text} in the {self.files} files that were read{why}")
             epoch, file = epoch + 1, 0
+
+    def _order(self, epoch: int) -> list[int]:
+        """The files of an epoch, in the order in which they are read."""
+        order = list(range(self.files))
+        self._rng(f"epoch {epoch}").shuffle(order)
+        return order
 
     def _encode(self, piece: TextPiece) -> Tokens:
         text, separator = piece.text, self._vocab.separator
@@ -230,4 +248,4 @@ class SourceStream:
 def _documents(source: SourceSection, cutting: Cutting) -> Documents:
     if source.kind == "dataset":
         return Dataset(source.path, f"{cutting.key}.path", cutting.split, cutting.name)
-    return Corpus(source, cutting.holdout, cutting.split, cutting.key, cutting.cache)
+    return Corpus(source, cutting.holdout, cutting.split, cutting.key, cutting.cache, strict=cutting.strict)

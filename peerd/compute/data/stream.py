@@ -83,6 +83,7 @@ class SampleStream:
                     name=name if len(sources) == 1 else f"{name} {key}",
                     key=key,
                     cache=cache,
+                    strict=section.strict,
                 ),
             )
             for key, source in sources
@@ -92,6 +93,16 @@ class SampleStream:
     def files(self) -> int:
         """Number of files that the stream reads, of all sources."""
         return sum(stream.files for stream in self._streams)
+
+    @property
+    def skipped(self) -> int:
+        """Number of rows that were left out because they give no text."""
+        return sum(stream.skipped.count for stream in self._streams)
+
+    @property
+    def newest_faults(self) -> list[str]:
+        """The newest fault of a row that was left out, of each source that has one."""
+        return [stream.skipped.newest for stream in self._streams if stream.skipped.newest]
 
     @property
     def drawn(self) -> list[int]:
@@ -148,9 +159,9 @@ class SampleStream:
         return found.drawn, found.sources
 
 
-def samples_of(run: RunFile, peer: str, split: Split = "train", in_turn: ReadInTurn = read_at_once) -> SampleStream:
-    """The stream of a peer in a run; what has to be fetched is read `in_turn`."""
-    cache = cache_of(run, in_turn)
+def samples_of(run: RunFile, peer: str, split: Split = "train", cache: Cache | None = None) -> SampleStream:
+    """The stream of a peer in a run. `cache`: as `cache_of` returns it, for streams that share one."""
+    cache = cache or cache_of(run)
     vocab = load_vocabulary(run.model.vocab)
     return SampleStream(run.data, vocab, run.model.context, run.seed, peer, split, cache=cache)
 

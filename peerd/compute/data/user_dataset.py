@@ -7,21 +7,31 @@ calls the function again. What is held out is the function's own matter.
 
 A position is a count of documents: to go on from it is to run through the documents before it, so equal seeds must
 give equal documents, and a far position takes time.
+
+What the user's code raises is reported by the name of the function. An OSError, such as a lost connection, may pass:
+it is DataUnavailable, and the stream asks again for the same document. Anything else is a ConfigError.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
+import outcome
 import torch
 
 from peerd.compute.data.corpus import Split
+from peerd.compute.data.http_fetch import DataUnavailable
 from peerd.compute.data.readers import Cursor, Text, TextPiece
+from peerd.compute.data.skipped_rows import SkippedRows
 from peerd.compute.user_code import find_function
-from peerd.core.errors import ConfigError
+from peerd.core.errors import ConfigError, PeerdError
+from peerd.local_code import told
+
+_LASTING: Final = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 class Dataset:
@@ -34,16 +44,39 @@ class Dataset:
         self._split = split
         self._name = name
         self.files: Sequence[str] = [path]
+        self.skipped = SkippedRows()
 
     def read(self, file: str, cursor: Cursor | None = None, epoch: int = 0) -> Iterator[TextPiece]:
         """The documents of an epoch from `cursor` on."""
         seed = int.from_bytes(hashlib.sha256(f"{self._name} epoch {epoch}".encode()).digest()[:4], "big") >> 1
-        documents = self._function(self._split, seed)
+        documents = self._asked(lambda: self._function(self._split, seed), "")
         if not isinstance(documents, Iterable):
             raise ConfigError(f"{self._where} returned {type(documents).__name__}; expected an IterableDataset")
         first = 0 if cursor is None else cursor.at
-        for number, document in enumerate(itertools.islice(documents, first, None), first):
-            yield TextPiece(Cursor(number), self._text(document, number), True)
+        items: Iterator[object] = self._asked(lambda: iter(documents), "")
+        end = object()
+        for number in itertools.count():
+            document = self._asked(lambda: next(items, end), f", document {number}")
+            if document is end:
+                return
+            if number >= first:
+                yield TextPiece(Cursor(number), self._text(document, number), True)
+
+    def fetch_ahead(self, file: str) -> None:
+        """The user's code prepares what it likes."""
+
+    def _asked(self, job: Callable[[], Any], place: str) -> Any:
+        """What the user's code returns."""
+        result = outcome.capture(job)
+        if isinstance(result, outcome.Value):
+            return result.value
+        error = result.error
+        if not isinstance(error, Exception) or isinstance(error, PeerdError):
+            raise error
+        text = f"{self._where}{place}: the function raised {told(error)}"
+        if isinstance(error, OSError) and not isinstance(error, _LASTING):
+            raise DataUnavailable(text) from error
+        raise ConfigError(text) from error
 
     def _text(self, document: object, number: int) -> Text:
         if isinstance(document, str):

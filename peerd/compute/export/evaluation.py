@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peerd.compute.data.readers import DataFile, Field, TextPiece, read_jsonl, read_parquet, read_text
+from peerd.compute.data.readers import Field, TextPiece, read_jsonl, read_parquet, read_text
+from peerd.compute.data.skipped_rows import RefusedRows
+from peerd.compute.data.text_stream import DataFile, FilePart
 from peerd.compute.export.loaded_model import LoadedModel
 from peerd.compute.tokenizer import Vocabulary
 from peerd.core.errors import ConfigError
@@ -28,6 +30,7 @@ from peerd.core.errors import ConfigError
 BATCH_TOKENS: Final = 16_384  # of the windows that are computed at once
 LARGEST_BATCH: Final = 64
 KINDS: Final = {".jsonl": "jsonl", ".parquet": "parquet"}  # by the end of the name; all others are text
+COMPRESSED: Final = (".gz", ".bz2", ".xz", ".zst")
 _FIELD: Final = Field("text", "the field that is read")
 
 
@@ -101,14 +104,14 @@ class _Counted:
 
 
 def _pieces(path: DataFile) -> Iterator[TextPiece]:
-    kind = KINDS.get(Path(path.name).suffix.lower(), "text")
-
-    def whole(size: int) -> tuple[int, int]:
-        return 0, size
-
+    name = path.name.lower()
+    plain = next((name.removesuffix(end) for end in COMPRESSED if name.endswith(end)), name)
+    kind, whole = KINDS.get(Path(plain).suffix, "text"), FilePart()
     if kind == "jsonl":
-        return read_jsonl(path, whole, None, _FIELD)
-    return read_parquet(path, whole, None, _FIELD) if kind == "parquet" else read_text(path, whole, None)
+        return read_jsonl(path, whole, None, _FIELD, RefusedRows())
+    if kind == "parquet":
+        return read_parquet(path, whole, None, _FIELD, RefusedRows())
+    return read_text(path, whole, None)
 
 
 def _windows(runs: Iterator[npt.NDArray[Any]], context: int, batch: int) -> Iterator[Tensor]:

@@ -149,6 +149,8 @@ def load(folder: Path) -> tuple[GPT, Callable[[str], list[int]], Callable[[list[
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / config["tokenizer"]))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return model, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.decode
 
 

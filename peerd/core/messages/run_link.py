@@ -117,6 +117,7 @@ def shared_file(run: RunFile) -> bytes:
     for name in _LEFT_OUT:
         del tree[name]
     tree["access"] = {key: value for key, value in tree["access"].items() if key in _ACCESS}
+    tree["pipeline"]["plan"] = ""  # its content is in `plan`
     tree["model"]["vocab"] = PurePosixPath(tree["model"]["vocab"]).name
     for source in (tree["data"], *tree["data"]["sources"]):
         if source["kind"] != "dataset" and is_local(source["path"]):

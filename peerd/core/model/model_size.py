@@ -2,8 +2,9 @@
 
 Multiply-adds of a token: one for each value of a matrix that it passes, and of attention `context` x D in each layer
 (half of the square, for it is causal). A FLOP is half a multiply-add; forward and backward together are three forwards:
-so 6 N FLOPs a token for N values in matrices, besides attention. A stage keeps no activations: each but the last, which
-has a backward alone, computes its forward twice and gets its input twice.
+so 6 N FLOPs a token for N values in matrices, besides attention. Where the trainer carries tensors from stage to stage,
+a stage keeps no activations: each but the last, which has a backward alone, computes its forward twice and gets its
+input twice.
 
 The square-cube law (Ryabinin et al., 2023, section 3.1): the work of a layer grows with D^2, what it sends with D, so a
 stage of twice the width needs half the line to keep its device busy. Tokens and checksums are not counted.
@@ -61,6 +62,7 @@ def _size(run: RunFile, stage: int, vocab_size: int) -> StageSize:
     tokens = run.pipeline.microbatch * run.model.context
     forward = tokens * _multiply_adds(run, shapes, len(blocks))
     last = stage == run.pipeline.stages - 1
+    again = computes_again(run, stage)
     sent = 0 if last else boundary_bytes(run)
     got = 0 if stage == 0 else boundary_bytes(run)
     own = {name: shape for name, shape in shapes.items() if name.startswith(f"block{blocks.start}.")}
@@ -70,10 +72,10 @@ def _size(run: RunFile, stage: int, vocab_size: int) -> StageSize:
         parameters=count_of(shapes),
         layer_parameters=count_of(own),
         flops=FLOPS_OF_TRAINING * forward,
-        work_flops=(FLOPS_OF_TRAINING + (0 if last else FLOPS_AGAIN)) * forward,
+        work_flops=(FLOPS_OF_TRAINING + (FLOPS_AGAIN if again else 0)) * forward,
         gradient_bytes=_gradient_bytes(run, shapes),
         sent_bytes=sent,
-        line_bytes=max(got * (1 if last else 2) + sent, sent + got),
+        line_bytes=sent + got * (2 if again else 1),
         footprint=footprint_of(run, stage, count_of(shapes)),
     )
 
@@ -84,6 +86,16 @@ def _multiply_adds(run: RunFile, shapes: Shapes, blocks: int) -> int:
     matrices = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name != "embed.table"}
     own = sum(count * (1 if name.startswith("head.") else times) for name, count in matrices.items())
     return own + blocks * run.model.context * run.model.d_model
+
+
+def computes_again(run: RunFile, stage: int) -> bool:
+    """True if a stage gets its input twice and computes its forward again for the backward.
+
+    So it is where the trainer carries tensors from stage to stage, but for the last stage, which computes both in one
+    call. Stages that hand over to each other keep their inputs, and computed layers as far as memory allows
+    (`limits.activations_mb`).
+    """
+    return run.pipeline.handover == "trainer" and stage < run.pipeline.stages - 1
 
 
 def boundary_bytes(run: RunFile) -> int:

@@ -42,6 +42,7 @@ from peerd.core.run.runfile import (
     shared_text,
     sources_of,
 )
+from peerd.core.run.stage_plan import plan_faults
 
 _NO_DIGEST = "is not a SHA-256 in hex; allowed: 64 of 0-9 and a-f"
 
@@ -104,6 +105,7 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     need(size == 0 or size >= 3, "averaging.group_size", f"is {size}; allowed: 0 (chosen), or 3 and more")
     faults += _data_faults(run.data)
     faults += experts_faults(run)
+    faults += plan_faults(run)
     evaluate, checkpoint = run.evaluate, run.checkpoint
     need(evaluate.every_steps >= 0, "evaluate.every_steps", f"is {evaluate.every_steps}; must not be negative")
     need(1 <= evaluate.samples <= 1 << 20, "evaluate.samples", f"is {evaluate.samples}; allowed: 1 to 1048576")
@@ -241,7 +243,7 @@ def _data_faults(data: DataSection) -> list[tuple[str, str]]:
     if not 0 <= data.holdout < 1:
         faults.append(("data.holdout", f"is {data.holdout}; allowed: 0 up to (not including) 1"))
     if data.sources and msgspec.structs.replace(data, sources=[]) != DataSection(
-        shuffle_buffer=data.shuffle_buffer, holdout=data.holdout
+        shuffle_buffer=data.shuffle_buffer, holdout=data.holdout, strict=data.strict
     ):
         faults.append(("data.sources", "is given beside data.kind, path, field or digest; allowed: one or the other"))
     if len(data.sources) > SOURCES:

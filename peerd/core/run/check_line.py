@@ -46,6 +46,7 @@ class Rule(enum.Enum):
     FIELD = "the name of a field in a document"
     CODE = "built in, or a function of a file that the user allowed"
     TOKENIZER = "bytes, or the user's own file"
+    PLAN = "peer ids and places among them, which `check` bounds"
     DATA = "stdlib, https to a public address, the user's own text, or a function of a file that the user allowed"
 
 
@@ -77,7 +78,14 @@ _SECTIONS: Final[dict[str, dict[str, Between | Rule]]] = {
         **dict.fromkeys(("share_layers", "dtype", "precision", "buffers"), Rule.CHOICE),
         **dict.fromkeys(("d_model", "heads", "layers", "context"), _SIZE),
     },
-    "pipeline": {"stages": _SIZE, "microbatch": _SIZE, "handover": Rule.CHOICE, "placement": Rule.CHOICE},
+    "pipeline": {
+        "stages": _SIZE,
+        "microbatch": _SIZE,
+        "handover": Rule.CHOICE,
+        "placement": Rule.CHOICE,
+        "plan": Rule.OWN,
+    },
+    "plan": {"stages": Rule.PLAN, "follows": Rule.PLAN},
     "pipeline.boundary": {"code": Rule.CHOICE, "block": _SIZE, "lossless": Rule.CHOICE},
     "optimizer": {
         **_SCHEDULE,
@@ -90,7 +98,10 @@ _SECTIONS: Final[dict[str, dict[str, Between | Rule]]] = {
         **{"sender_timeout_s": Between(0, 3600), "group_size": _SIZE},
         "contributors": Rule.CHOICE,
     },
-    "data": {**_SOURCE, "shuffle_buffer": Between(1, 10_000_000), "holdout": Between(0, 1)},
+    "data": {
+        **_SOURCE,
+        **{"shuffle_buffer": Between(1, 10_000_000), "holdout": Between(0, 1), "strict": Rule.CHOICE},
+    },
     "data.sources[]": {**_SOURCE, "weight": _SCALE},
     "evaluate": {"every_steps": _COUNT, "samples": _SIZE},
     "checkpoint": {"every_steps": _COUNT, "keep": Between(1, SAVED_TOLD)},

@@ -55,9 +55,20 @@ class PipelineSection(Section, frozen=True):
     # Who carries tensors from stage to stage: the stages' peers, each to the next one, or the trainer.
     handover: Literal["direct", "trainer"] = "direct"
     # What decides on the stage that a peer serves, while training goes on: what stages can do; that and the measured
-    # network; or nothing.
-    placement: Literal["load", "network", "fixed"] = "load"
+    # network; nothing; or a plan, for the peers that it names.
+    placement: Literal["load", "network", "fixed", "plan"] = "load"
+    plan: str = ""  # the placement file of `peerd plan --out`; what it says is in the section `plan`
     boundary: BoundarySection = BoundarySection()
+
+
+class PlanSection(Section, frozen=True):
+    """Which peers serve which stage, and who of a stage hands on to whom of the next: a placement file with peer ids.
+
+    `follows`: for each stage but the last, pairs of a place in `stages[n]` and one in `stages[n + 1]`.
+    """
+
+    stages: list[list[str]]
+    follows: list[list[list[int]]] = msgspec.field(default_factory=list)
 
 
 class OptimizerSection(Section, frozen=True):
@@ -161,6 +172,7 @@ class DataSection(Section, frozen=True):
     sources: list[SourceSection] = msgspec.field(default_factory=list)  # or several, mixed by weight
     shuffle_buffer: int = 10_000  # samples, over all sources
     holdout: float = 0.02  # share of each source kept for validation
+    strict: bool = False  # a row of JSONL or Parquet without text is an error; else such rows are left out
 
 
 def sources_of(data: DataSection) -> list[tuple[str, SourceSection]]:
@@ -254,6 +266,7 @@ class RunFile(Section, frozen=True):
     experts: ExpertsSection | None = None  # a run without them has none
     limits: LimitsSection = LimitsSection()
     access: AccessSection = AccessSection()
+    plan: PlanSection | None = None  # read from pipeline.plan; published with the run file
     line: LineSection | None = None  # a run file of the user's own has none
 
     @property
@@ -282,8 +295,12 @@ def shared_text(run: RunFile) -> bytes:
     if run.pipeline.stages == 1:  # nothing is handed over
         del shared["pipeline"]["handover"]
         del shared["pipeline"]["placement"]
+    del shared["pipeline"]["plan"]
+    if run.plan is not None:
+        shared["pipeline"]["plan"] = hashlib.sha256(msgspec.json.encode(run.plan)).hexdigest()
     for section in (shared["data"], *shared["data"]["sources"]):
         del section["path"]
+    del shared["data"]["strict"]  # the samples are the same
     if "experts" in tree and tree["experts"] is not None:  # runs without experts keep the fingerprint that they had
         shared["experts"] = tree["experts"]
     if run.access.allow != "open":  # an open run's fingerprint is that of the time before there were tokens

@@ -1,13 +1,16 @@
 """Routes: which peers of a stage a trainer may send its microbatches to, where a plan says who follows whom.
 
 Without a route, `wiring` chooses among all that serve. A fixed route names one peer a stage and no other takes its
-place: while that peer is away, the microbatch waits.
+place: while that peer is away, the microbatch waits. A plan of the run is a first choice: where a peer's planned
+followers cannot be asked, any other peer of the stage is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
+
+from peerd.machine.pipeline.route_policy import Cut, Options, RoutePolicy
 
 
 class Route(Protocol):
@@ -35,3 +38,29 @@ class FixedRoute:
     def allowed(self, stage: int, serving: Collection[str]) -> Collection[str]:
         """The route's peer of `stage`, if it serves; else none."""
         return [name for name in serving if name == self.peers[stage]]
+
+
+class PlannedRoutes:
+    """A `RoutePolicy` that has each peer followed by those that a plan names, as far as they may be asked.
+
+    Everything else is another policy's choice.
+    """
+
+    def __init__(self, policy: RoutePolicy, follows: Mapping[str, Collection[str]]) -> None:
+        """`follows`: peer -> planned peers of the next stage."""
+        self._policy, self._follows = policy, follows
+        self.sent, self.ended = policy.sent, policy.ended
+        self.answered, self.update = policy.answered, policy.update
+
+    def choose(self, now: float, options: Options, cut: Cut) -> list[str]:
+        route = self._policy.choose(now, options, cut)
+        narrowed: list[Sequence[str]] = list(options)
+        for stage in range(1, len(options)):
+            before = route[stage - 1]
+            narrowed[stage - 1] = [before]
+            follows = self._follows.get(before, ())
+            planned = [name for name in options[stage] if name in follows and not cut(before, name)]
+            if planned and route[stage] not in planned:
+                narrowed[stage] = planned
+                route = self._policy.choose(now, narrowed, cut)
+        return route

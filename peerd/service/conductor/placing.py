@@ -60,11 +60,14 @@ class Placing:
 
     # --- joining ----------------------------------------------------------------------------------------------
 
-    async def choose(self, since: float, has: Sequence[int]) -> tuple[int, str]:
+    async def choose(self, since: float, has: Sequence[int], planned: int | None = None) -> tuple[int, str]:
         """The stage to serve, and the reason. `since`: our arrival; `has`: stages we have states of, the newest first.
 
-        Raises RemoteError when there is no directory.
+        `planned`: the stage that the run's plan gives this peer. Raises RemoteError when there is no directory.
         """
+        if planned is not None:
+            await self._directory.announce_arrival(since, has, takes=planned)
+            return planned, "the run's plan says so"
         await self._directory.announce_arrival(since, has)
         await trio.sleep(_TOGETHER_S)
         coming = await self._arrivals()  # first: if one of them comes to serve meanwhile, it is seen there

@@ -29,11 +29,12 @@ from peerd.core.messages.handover import NotFiniteAt, Pass, Passed, Ticket
 from peerd.core.messages.proof import signed_ticket
 from peerd.core.messages.swarm import MemberInfo
 from peerd.core.run.runfile import RunFile, fingerprint
+from peerd.core.run.stage_plan import followers
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.machine.pipeline.route_flow import RouteFlow
 from peerd.machine.pipeline.route_policy import RoutePolicy, Sent
-from peerd.machine.pipeline.routes import Route
+from peerd.machine.pipeline.routes import PlannedRoutes, Route
 from peerd.machine.pipeline.second_opinion import SecondOpinion
 from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.machine.rate.backoff import backoff_s
@@ -123,7 +124,8 @@ class DirectPipeline:
         self._last = run.pipeline.stages - 1
         self._cost = run.pipeline.microbatch * (1.0 + BACKWARD_COST)
         self._peers = StagePeers(run.pipeline.stages, clock, ways, route, _LATE)
-        self._policy = policy or RouteFlow(clock.rng("routes"))
+        chosen = policy or RouteFlow(clock.rng("routes"))
+        self._policy = chosen if run.plan is None else PlannedRoutes(chosen, followers(run.plan))
         self._stages = StageClient(run, rpc, self._peers, papers)
         self._judge = NotFiniteJudge(run, self._peers)
         self._cuts = BoundedDict[tuple[str, str], float](_CUTS)  # (peer, peer of the next stage) -> until when

@@ -17,6 +17,7 @@ from peerd.core.errors import LocalError
 from peerd.core.limits import POSTS
 from peerd.core.messages.swarm import MemberInfo, Position
 from peerd.core.run.runfile import RunFile
+from peerd.core.run.stage_plan import planned_stage
 from peerd.machine.swarm.roster import START
 from peerd.role import RoleContext
 from peerd.signals import Signal
@@ -95,7 +96,7 @@ class StageMember:
             raise LocalError(f"this process serves {POSTS} stages already")
         held = self._held[stage] = _Held(Post(self._ctx, self._services, stage, self._own))
         held.post.stepped = self._stepped
-        if self._is_free:
+        if self._is_free and stage != self._planned:
             held.post.moves_to = partial(self._moving.order, stage)
         self._entered.notify()
         try:
@@ -150,12 +151,17 @@ class StageMember:
         """True when the stage is this peer's own choice, among several."""
         return self._run.pipeline.stages > 1 and not self._run.limits.stages
 
+    @property
+    def _planned(self) -> int | None:
+        """The stage that the run's plan gives this peer, which no order takes it from; None if it names none."""
+        return planned_stage(self._run, self._ctx.host.id.text)
+
     async def choose(self) -> int:
         """The stage to serve, by need; of a run of one stage that one."""
         if not self._is_free:
             return 0
         has = await Saving(self._ctx, self._services.fingerprint).stages(self._run.pipeline.stages)
-        stage, why = await self._placing.choose(self._arrived_at, has)
+        stage, why = await self._placing.choose(self._arrived_at, has, self._planned)
         self._ctx.log.event("stage.chosen", stage=stage, why=why)
         return stage
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from peerd.compute import file_index
+from peerd.compute.data import corpus_digest
 from peerd.compute.data.corpus import FEW_FILES
 from peerd.compute.data.corpus_digest import FileDigests, Interrupted, check_text, corpus_digests
 from peerd.compute.data.remote_files import Cache
@@ -129,3 +131,27 @@ def test_text_that_is_just_enough_passes(tmp_path: Path) -> None:
     data = DataSection(path=str(tmp_path / "a.txt"), holdout=0.0)
     check_text(RunFile(run="r", model=ModelSection(context=32), data=data, evaluate=never))
     check_text(RunFile(run="r"))  # Python's own sources
+
+
+def test_an_index_with_pieces_is_known_again_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_index, "PIECE_BYTES", 100)
+    folder, memory = (
+        folder_of(tmp_path / "text", {"a.txt": TEXT, "b.txt": "more"}),
+        tmp_path / "memory" / "digests.json",
+    )
+    raw = make_index(folder)
+    assert b"pieces" in raw
+    index = hashlib.sha256(raw).hexdigest()
+    assert digests_of(folder, memory, digest=index) == digests_of(folder)
+    monkeypatch.setattr(corpus_digest, "with_pieces", None)
+    assert digests_of(folder, memory, digest=index) == digests_of(folder)
+
+
+def test_text_that_is_not_remembered_and_large_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, memory = folder_of(tmp_path / "text", {"a.txt": TEXT}), tmp_path / "memory" / "digests.json"
+    run = RunFile(run="r", data=DataSection(path=str(folder)))
+    assert not corpus_digest.takes_long(run, FileDigests(memory))
+    monkeypatch.setattr(corpus_digest, "PROMPT_BYTES", len(TEXT) - 1)
+    assert corpus_digest.takes_long(run, FileDigests(memory))
+    digests_of(folder, memory)
+    assert not corpus_digest.takes_long(run, FileDigests(memory))

@@ -244,7 +244,7 @@ def test_validation_without_a_holdout_is_a_config_error(tmp_path: Path) -> None:
 def test_a_bad_jsonl_line_is_named_by_file_and_number(tmp_path: Path, line: str, words: str) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"text": "fine"}}\n\n{line}\n')
     with pytest.raises(ConfigError, match=rf"a\.jsonl, line 3: {words}"):
-        stream(section(tmp_path, kind="jsonl"))
+        stream(section(tmp_path, kind="jsonl", strict=True))
 
 
 def test_a_parquet_file_that_cannot_serve_is_named(tmp_path: Path) -> None:
@@ -332,6 +332,26 @@ def test_samples_of_a_tokenizers_file_cover_the_text_and_resume(tokenizer_file: 
     later = stream(data, vocab=str(tokenizer_file))
     later.resume(position)
     assert torch.equal(later.take(50), expected)
+
+
+def test_a_tokenizers_own_truncation_and_padding_do_not_apply(tokenizer_file: Path) -> None:
+    text = b"the lazy dog jumps over the quick brown fox\n" * 100
+    expected = load_vocabulary(str(tokenizer_file)).encode(text).tolist()
+    for name, settings in (("truncation", {"max_length": 16}), ("padding", {"length": 1 << 14})):
+        tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tokenizer_file))
+        getattr(tokenizer, f"enable_{name}")(**settings)
+        bounded = tokenizer_file.with_name(f"{name}.json")
+        tokenizer.save(str(bounded))
+        assert load_vocabulary(str(bounded)).encode(text).tolist() == expected
+        assert len(tokenizer.encode(text.decode()).ids) != len(expected)
+
+
+def test_a_tokenizer_without_an_unknown_token_is_named_with_the_text(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    file = tmp_path / "words.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"known": 0})).save(str(file))
+    with pytest.raises(ConfigError, match=r"^model.vocab: .*words.json cannot encode the text: .*UNK.*'other'"):
+        load_vocabulary(str(file)).encode(b"other")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from peerd.compute.data.http_fetch import DataUnavailable
 from peerd.compute.data.stream import SampleStream
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
@@ -15,6 +17,8 @@ from peerd.core.run.runfile import DataSection
 
 CONTEXT = 4
 CODE = """
+import builtins
+import os
 import random
 import numpy as np
 import torch
@@ -42,6 +46,15 @@ def nothing(split, seed):
 
 def empty(split, seed):
     return []
+
+def shaken(split, seed):
+    for number, document in enumerate(Letters(split, seed)):
+        if number % 5 == 4 and os.path.exists("fails"):
+            with open("fails") as file:
+                kind = file.read()
+            os.remove("fails")
+            raise getattr(builtins, kind)("of the user's")
+        yield document
 
 def endless(split, seed):
     number = 0
@@ -122,3 +135,28 @@ def test_a_dataset_resumes_by_running_through_what_came_before(function: str, ta
 def test_what_a_dataset_gets_wrong_is_named(function: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         stream(function).take(20)
+
+
+@pytest.mark.parametrize("kind", ["ConnectionError", "TimeoutError", "OSError"])
+def test_a_function_that_fails_for_a_while_is_asked_again_for_the_same_documents(kind: str) -> None:
+    steady, shaken = stream("letters"), stream("shaken")
+    failures = []
+    for _ in range(40):
+        expected = steady.take(7)
+        Path("fails").write_text(kind)
+        try:
+            found = shaken.take(7)
+        except DataUnavailable as failure:
+            failures.append(str(failure))
+            found = shaken.take(7)
+        assert torch.equal(found, expected)
+    assert len(failures) > 5
+    words = rf"^data.path mine:shaken, document \d+: the function raised {kind}: of the user's"
+    assert all(re.match(words, failure) for failure in failures)
+
+
+@pytest.mark.parametrize("kind", ["ValueError", "FileNotFoundError", "KeyError"])
+def test_a_function_that_fails_for_good_is_named_with_the_document(kind: str) -> None:
+    Path("fails").write_text(kind)
+    with pytest.raises(ConfigError, match=rf"^data.path mine:shaken, document 4: the function raised {kind}: "):
+        stream("shaken")

@@ -53,7 +53,7 @@ BYTE_LEVEL.decoder = decoders.ByteLevel()
 
 @given(st.text(max_size=20))
 def test_pieces_of_a_tokenizers_text_add_up_and_wait_for_whole_characters(text: str) -> None:
-    vocab = FileVocabulary(BYTE_LEVEL)
+    vocab = FileVocabulary(BYTE_LEVEL, "vocab.json")
     tokens = [int(token) for token in vocab.encode(text.encode(errors="replace"))]
     pieces = TextPieces(vocab)
     shown = [pieces.feed(token) for token in tokens]

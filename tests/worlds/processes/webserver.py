@@ -17,8 +17,9 @@ class WebServer:
     """`faults[path]` holds what the next requests for it get instead of an answer; `asked` what was asked for.
 
     Faults: a number (that status), `cut N` (N bytes of the body, then the line breaks), `short`, `long` (another
-    length than promised by the index), `flip` (a wrong byte), `all` (a range is ignored), `to URL` (a redirect that
-    says that a terabyte comes with it).
+    length than promised by the index), `flip` (a wrong byte), `flip N` (byte N is wrong), `all` (a range is ignored),
+    `to URL` (a redirect that says that a terabyte comes with it), `hold N` (N bytes of the body, and the rest once
+    `released` is set).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -26,6 +27,7 @@ class WebServer:
         self.faults: dict[str, deque[str]] = defaultdict(deque)
         self.asked: list[tuple[str, str]] = []  # path, Range
         self.address = ""
+        self.released = threading.Event()
 
     def url(self, path: str = "") -> str:
         return f"{self.address}/{path}"
@@ -73,8 +75,9 @@ def _answer(handler: BaseHTTPRequestHandler, web: WebServer) -> None:
     if fault.isdigit() or not file.is_file():
         return _head(handler, int(fault or 404), {"Content-Length": "0", "Retry-After": "7"})
     body = file.read_bytes()
-    if fault == "flip":
-        body = bytes([body[0] ^ 1]) + body[1:]
+    if fault.startswith("flip"):
+        wrong = int(fault[5:] or 0)
+        body = body[:wrong] + bytes([body[wrong] ^ 1]) + body[wrong + 1 :]
     elif fault in ("short", "long"):
         body = body[:-1] if fault == "short" else body + b"x"
     headers, status = {}, 200
@@ -85,6 +88,11 @@ def _answer(handler: BaseHTTPRequestHandler, web: WebServer) -> None:
         headers["Content-Range"], status = f"bytes {start}-{len(body) - 1}/{len(body)}", 206
         body = body[start:]
     _head(handler, status, headers | {"Content-Length": str(len(body))})
+    if fault.startswith("hold "):
+        handler.wfile.write(body[: int(fault[5:])])
+        handler.wfile.flush()
+        web.released.wait(30.0)
+        body = body[int(fault[5:]) :]
     handler.wfile.write(body[: int(fault[4:])] if fault.startswith("cut ") else body)
     handler.close_connection = True
     return None

@@ -1,0 +1,132 @@
+"""A file of text or JSONL as it is read: from any place on, and decompressed where it is compressed.
+
+Positions count bytes of the text. The size of a compressed file's text is not known before its end, so what is held out
+of it lies in many places (`spans`). A file that is no text is refused, by the bytes that it begins with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import BinaryIO, Final, Literal, NamedTuple, Protocol
+
+from peerd.compute.data.compressed_file import CompressedFile, compression_of
+from peerd.core.errors import ConfigError
+
+_LOOK_BYTES: Final = 8192  # of a file's begin
+_SKIP_BYTES: Final = 1 << 20
+_FIRST_SPAN: Final = 4096  # bytes of text: the share that is held out lies at its end
+_LONGEST_SPAN: Final = 16 << 20
+_KNOWN: Final = {
+    b"PK\x03\x04": "a zip archive",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"\x04\x22\x4d\x18": "compressed by lz4",
+    b"\x1f\x9d": "compressed by compress",
+    b"PAR1": "Parquet (kind: parquet)",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+    b"%PDF-": "PDF",
+}
+
+
+class DataFile(Protocol):
+    """A Path, or a file that is fetched when it is opened; its str says where it lies."""
+
+    @property
+    def name(self) -> str: ...
+
+    def open(self, mode: Literal["rb"]) -> BinaryIO: ...
+
+
+class TextSpan(NamedTuple):
+    """Bytes, or rows of Parquet, from `start` up to `end`."""
+
+    start: int
+    end: int
+
+
+class FilePart(NamedTuple):
+    """The part of each file that is read. `holdout`: the share of it that is held out, or 0 for the whole file."""
+
+    holdout: float = 0.0
+    held_out: bool = False  # the part is what is held out
+
+    def span(self, size: int) -> TextSpan:
+        """The part of a file of `size` bytes or rows: what is held out is its end."""
+        cut = size - int(size * self.holdout)
+        return TextSpan(cut, size) if self.held_out else TextSpan(0, cut)
+
+    def spans(self, size: int | None) -> Iterator[TextSpan]:
+        """The part of a file of text, in order; without end where the size is not known."""
+        if size is not None or not self.holdout:
+            yield self.span(sys.maxsize if size is None else size)
+            return
+        start, length = 0, _FIRST_SPAN
+        while True:
+            first, last = self.span(length)
+            if last > first:
+                yield TextSpan(start + first, start + last)
+            elif length == _LONGEST_SPAN:
+                return  # not a byte of any span is held out
+            start, length = start + length, min(2 * length, _LONGEST_SPAN)
+
+
+class TextStream:
+    """An open file of text. `size`: of its text; None if that is not known."""
+
+    def __init__(self, text: BinaryIO, size: int | None) -> None:
+        self.size = size
+        self._text, self._at = text, 0
+
+    def go_to(self, at: int) -> None:
+        """Go to a place; of a compressed file that is to read what comes before it, and never backwards."""
+        if self.size is not None:
+            self._at = self._text.seek(at)
+            return
+        assert at >= self._at
+        while at > self._at and self.read(min(at - self._at, _SKIP_BYTES)):
+            pass
+
+    def read(self, count: int) -> bytes:
+        """The next `count` bytes; fewer at the end of the file."""
+        return self._counted(self._text.read(count))
+
+    def readline(self, most: int) -> bytes:
+        """The rest of the line, up to `most` bytes of it; empty at the end of the file."""
+        return self._counted(self._text.readline(most))
+
+    def _counted(self, text: bytes) -> bytes:
+        self._at += len(text)
+        return text
+
+
+@contextlib.contextmanager
+def open_text(file: DataFile, *, is_new: bool = False) -> Iterator[TextStream]:
+    """The text of a file; ConfigError for a file that is no text, OSError for one that cannot be read.
+
+    `is_new`: nobody trains on it yet, so that bytes of value 0, which no text has, are refused, too.
+    """
+    with file.open("rb") as stream:
+        begin = stream.read(_LOOK_BYTES)
+        compression = compression_of(begin)
+        if compression is None:
+            _check_text(begin, file, is_new)
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(0)
+            yield TextStream(stream, size)
+            return
+        stream.seek(0)
+        with io.BufferedReader(CompressedFile(stream, compression, str(file)), 1 << 16) as text:
+            _check_text(text.peek(_LOOK_BYTES)[:_LOOK_BYTES], file, is_new)
+            yield TextStream(text, None)
+
+
+def _check_text(begin: bytes, file: DataFile, is_new: bool) -> None:
+    known = next((name for magic, name in _KNOWN.items() if begin.startswith(magic)), None)
+    if known is not None or (is_new and b"\0" in begin):
+        what = known or "has bytes of value 0"
+        allowed = "UTF-8 text, plain or compressed by gzip, bzip2, xz or zstd"
+        raise ConfigError(f"{file}: is no text ({what}); allowed: {allowed}")

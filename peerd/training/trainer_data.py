@@ -1,0 +1,170 @@
+"""A trainer's text: the stream of its samples, its position across restarts, held-out samples, digests.
+
+Everything that reads runs on a worker. While a server, or a dataset function of the user's own, does not answer, `open`
+and `take` ask again, after pauses that double, and go on with the same samples; `problem` is the reason for a wait.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import torch
+import trio
+from torch import Tensor
+
+from peerd.compute.codec.frames import to_frame
+from peerd.compute.data.corpus_digest import FileDigests, corpus_digests, takes_long
+from peerd.compute.data.http_fetch import DataUnavailable
+from peerd.compute.data.stream import SampleStream, cache_of, samples_of
+from peerd.compute.tokenizer import load_vocabulary
+from peerd.core.errors import ConfigError
+from peerd.core.work import Worker
+from peerd.role import RoleContext
+from peerd.service.pipeline.load import Load
+
+RETRY_S: Final = 10.0  # pause after the first failure; each further one doubles it
+LONGEST_RETRY_S: Final = 300.0
+_EVALUATION_BATCH: Final = 16  # samples, where a microbatch has as many
+
+T = TypeVar("T")
+
+
+class TrainerData:
+    """The text that one trainer reads."""
+
+    def __init__(self, ctx: RoleContext) -> None:
+        assert ctx.run is not None
+        self._ctx, self._run = ctx, ctx.run
+        self._worker = ctx.worker("data")
+        self._cache = cache_of(ctx.run, ctx.read_in_turn)
+        self._stream: SampleStream | None = None
+        self._position: dict[str, Any] = {}
+        self._path = ctx.data_dir / f"{ctx.run.run}-position.json"
+        self._token_dtype = torch.int64
+        self._told = 0  # rows left out, as far as the log says
+        self.skipped = 0
+        self.problem: str | None = None
+        self.preparing: str | None = None
+
+    async def open(self) -> None:
+        """Open the text where this peer's last stream ended; ConfigError if it cannot serve."""
+        self._stream = await self._patiently(self._open, "open the data")
+
+    async def take(self) -> Load:
+        """The samples of the next microbatch."""
+        count = self._run.pipeline.microbatch
+
+        def take() -> tuple[Load, dict[str, Any]]:
+            assert self._stream is not None
+            samples = self._stream.take(count)
+            return self._load(samples, self._stream.origins), self._stream.position()
+
+        load, self._position = await self._patiently(take, "take samples")
+        self._tell_skipped()
+        return load
+
+    async def held_out(self) -> list[Load]:
+        """Held-out samples for an evaluation, the same ones each time."""
+        return await self._patiently(self._take_held_out, "take held-out samples")
+
+    async def prompt_digests(self) -> dict[str, str] | None:
+        """Digests of the text, by which trainers compare it; None if that would take long: then ask for `digests`."""
+        known = FileDigests(self._ctx.data_dir / "digests.json")
+        if await self._worker.run(lambda: takes_long(self._run, known), name="look at the data"):
+            self._ctx.log.event("data.digested_later", level="info")
+            return None
+        self.preparing = "its own text, which is read through once to compare it with the other trainers'"
+        try:
+            return await self._digests(self._worker)
+        finally:
+            self.preparing = None
+
+    async def digests(self) -> dict[str, str]:
+        """Digests of the text; a large one takes a while the first time, beside which samples are taken."""
+        return await self._digests(self._ctx.worker("digests"))
+
+    async def _digests(self, worker: Worker) -> dict[str, str]:
+        wanted = True
+        digests = FileDigests(self._ctx.data_dir / "digests.json", lambda: wanted)
+        try:
+            found = await self._patiently(
+                lambda: corpus_digests(self._run, self._cache, digests), "digest the data", worker
+            )
+        finally:
+            wanted = False  # a job runs on where its caller has left
+        self._ctx.log.event("data.digested", digests=found)
+        return found
+
+    def close(self) -> None:
+        """End what is fetched for later."""
+        self._cache.close()
+
+    async def save_position(self) -> None:
+        """Save the data position, so that a restart does not show the swarm the same text again."""
+        text = json.dumps(self._position)
+
+        def write() -> None:
+            spare = self._path.with_suffix(".tmp")
+            spare.write_text(text)
+            spare.replace(self._path)
+
+        if self._position:
+            try:
+                await self._worker.run(write, name="save the data position")
+            except OSError as error:
+                reason = f"{self._path}: {error.strerror}"
+                self._ctx.log.event("data.position_not_saved", level="warning", reason=reason)
+
+    async def _patiently(self, job: Callable[[], T], name: str, worker: Worker | None = None) -> T:
+        """The result of `job`, which is tried again for as long as it raises DataUnavailable."""
+        pause_s = RETRY_S
+        while True:
+            try:
+                found = await (worker or self._worker).run(job, name=name)
+            except DataUnavailable as error:
+                self.problem = str(error)
+                self._ctx.log.event("data.unavailable", level="warning", reason=str(error), again_in_s=pause_s)
+                await trio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+            else:
+                self.problem = None
+                return found
+
+    def _open(self) -> SampleStream:
+        run, name = self._run, self._ctx.host.id.text
+        self._token_dtype = _narrowest(load_vocabulary(run.model.vocab).size)
+        stream = samples_of(run, name, cache=self._cache)
+        if self._path.exists():
+            try:
+                stream.resume(json.loads(self._path.read_text()))
+            except (ValueError, KeyError, TypeError, ConfigError) as error:
+                self._ctx.log.event("data.restarted", level="warning", reason=f"{self._path}: {error}")
+        return stream
+
+    def _take_held_out(self) -> list[Load]:
+        run = self._run
+        samples = samples_of(run, "all", "valid", self._cache).take(run.evaluate.samples)
+        count = min(_EVALUATION_BATCH, run.pipeline.microbatch)
+        return [self._load(samples[i : i + count]) for i in range(0, len(samples), count)]
+
+    def _load(self, samples: Tensor, origins: Sequence[str] = ()) -> Load:
+        """Samples [B, L + 1] as inputs and the tokens that follow them."""
+        tokens = samples.to(self._token_dtype)
+        return Load(to_frame(tokens[:, :-1].contiguous()), to_frame(tokens[:, 1:].contiguous()), tuple(origins))
+
+    def _tell_skipped(self) -> None:
+        """Warn of rows that were left out: of the first, and each time that their number has doubled."""
+        assert self._stream is not None
+        self.skipped = self._stream.skipped
+        if self.skipped > 2 * self._told or (self.skipped and not self._told):
+            self._told = self.skipped
+            newest = self._stream.newest_faults
+            self._ctx.log.event("data.rows_left_out", level="warning", rows=self.skipped, newest=newest)
+
+
+def _narrowest(vocabulary_size: int) -> torch.dtype:
+    """The smallest dtype that holds every token: a token of one byte need not travel as eight."""
+    narrow = (torch.uint8, torch.int16, torch.int32)
+    return next((dtype for dtype in narrow if vocabulary_size - 1 <= torch.iinfo(dtype).max), torch.int64)

@@ -1,0 +1,104 @@
+"""A trainer's text while its source fails: the trainer waits longer and longer, and goes on with the same samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from peerd.core.errors import ConfigError
+from peerd.core.run.runfile import DataSection, ModelSection, PipelineSection, RunFile
+from peerd.core.work import read_at_once
+from peerd.log import EventLog
+from peerd.role import RoleContext
+from peerd.sim.clock import SimClock
+from peerd.training.trainer_data import LONGEST_RETRY_S, RETRY_S, TrainerData
+from tests.worlds.machines.workers import InlineWorker
+
+CODE = """
+import os
+
+def steady(split, seed):
+    return (chr(65 + number % 26) * 9 for number in range(500))
+
+def shaken(split, seed):
+    for number, text in enumerate(steady(split, seed)):
+        if number % 20 == 15 and os.path.exists("fails"):
+            with open("asked", "a") as file:
+                file.write("x")
+            raise ConnectionError("reset")
+        yield text
+"""
+
+
+def data_of(run: RunFile, folder: Path) -> tuple[TrainerData, EventLog]:
+    log = EventLog(SimClock(1, "trainer"))
+    folder.mkdir(exist_ok=True)
+    ctx = SimpleNamespace(
+        run=run,
+        worker=lambda name: InlineWorker(),
+        read_in_turn=read_at_once,
+        data_dir=folder,
+        log=log,
+        host=SimpleNamespace(id=SimpleNamespace(text="me")),
+    )
+    return TrainerData(cast(RoleContext, ctx)), log
+
+
+def run_on(path: str, **data: object) -> RunFile:
+    section = DataSection(path=path, holdout=0.0, shuffle_buffer=8, **data)  # type: ignore[arg-type]
+    return RunFile(run="r", model=ModelSection(context=8), pipeline=PipelineSection(microbatch=4), data=section)
+
+
+async def test_a_failing_source_is_asked_again_after_pauses_that_double(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(CODE)
+    steady, _ = data_of(run_on("mine:steady", kind="dataset"), tmp_path / "steady")
+    shaken, log = data_of(run_on("mine:shaken", kind="dataset"), tmp_path / "shaken")
+    await steady.open()
+    expected = [bytes((await steady.take()).tokens.payload) for _ in range(20)]
+    (tmp_path / "fails").touch()
+    found: list[bytes] = []
+
+    async def take() -> None:
+        await shaken.open()
+        for _ in range(20):
+            found.append(bytes((await shaken.take()).tokens.payload))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(take)
+        await trio.sleep(RETRY_S * 100)
+        assert shaken.problem == "data.path mine:shaken, document 15: the function raised ConnectionError: reset " + (
+            f"({tmp_path / 'mine.py'}, line 12)"
+        )
+        assert len(found) < 20
+        (tmp_path / "fails").unlink()
+        await trio.sleep(LONGEST_RETRY_S)
+    assert found == expected
+    assert shaken.problem is None
+    pauses = [event["again_in_s"] for event in log.recent(50) if event["name"] == "data.unavailable"]
+    assert pauses == [10, 20, 40, 80, 160, 300, 300, 300]
+
+
+async def test_rows_left_out_are_told_once_and_when_they_have_doubled(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    good = '{"text": "0123456789abcdef"}\n'
+    (tmp_path / "a.jsonl").write_text((good + "{}\n") * 40)
+    data, log = data_of(run_on(str(tmp_path / "a.jsonl"), kind="jsonl"), tmp_path / "peer")
+    await data.open()
+    for _ in range(20):
+        await data.take()
+    assert data.skipped == 40
+    told = [event for event in log.recent(50) if event["name"] == "data.rows_left_out"]
+    assert 2 <= len(told) <= 6
+    assert "a.jsonl, line " in str(told[0]["newest"])
+    strict, _ = data_of(run_on(str(tmp_path / "a.jsonl"), kind="jsonl", strict=True), tmp_path / "strict")
+    with pytest.raises(ConfigError, match="line 2: expected an object with text under 'text'"):
+        await strict.open()
