@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import peerd
 from peerd.compute.model.user_model import UserModel
 from peerd.core.messages.swarm import Mb
 from tests.kit.amount import some
@@ -26,6 +27,8 @@ MICROBATCH, TARGET = 4, 32
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "lamb": lambda p: peerd.Lamb(p, lr=0.01, weight_decay=0.01),
+    "lars": lambda p: peerd.Lars(p, lr=0.01, trust=0.1),
 }
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket]
@@ -153,7 +156,7 @@ def check(books: Books, users: list[User], make: Callable[[Any], torch.optim.Opt
             assert float((user.state[name] - value).norm() / value.norm()) <= 1e-10, name
 
 
-@pytest.mark.parametrize("name", some([*OPTIMIZERS], 1))
+@pytest.mark.parametrize("name", some([*OPTIMIZERS], 2))
 def test_three_loops_train_like_one(name: str, books: Books) -> None:
     make = OPTIMIZERS[name]
     first = User(1, make, books, min_peers=3)

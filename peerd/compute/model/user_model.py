@@ -437,7 +437,11 @@ def _outline(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> d
     before = _counters(rehearsal)
     for parameter in copies.values():
         parameter.grad = torch.zeros_like(parameter)
-    kind.step(rehearsal)
+    rehearsed = outcome.capture(kind.step, rehearsal)
+    if isinstance(rehearsed, outcome.Error):
+        if not isinstance(rehearsed.error, Exception):
+            raise rehearsed.error
+        raise ConfigError(f"{kind.__name__} cannot step with an average, which is dense: {rehearsed.error}")
     changed = sorted(key for key, value in _counters(rehearsal).items() if before.get(key) != value)
     if changed:
         raise ConfigError(

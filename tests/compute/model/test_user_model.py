@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import peerd
 from peerd.compute.model.served_stage import Stale, state_of
 from peerd.compute.model.shared_buffers import GradientNotFinite
 from peerd.compute.model.user_model import UserModel
@@ -31,6 +32,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "lamb": lambda p: peerd.Lamb(p, lr=0.01),
+    "lars": lambda p: peerd.Lars(p, lr=0.1),
 }
 
 
@@ -279,6 +282,7 @@ class KeepsElsewhere(Counting):
     ("make", "words"),
     [
         (lambda p: torch.optim.LBFGS(p), "needs a closure"),
+        (lambda p: torch.optim.SparseAdam(p), "SparseAdam cannot step with an average, which is dense: .*not support"),
         (lambda p: KeepsList(p, lr=0.1), "history as list"),
         (lambda p: KeepsElsewhere(p, lr=0.1), "group 0's k outside"),
         (lambda p: torch.optim.SGD([*p, nn.Parameter(torch.zeros(1))], lr=0.1), "not in named_parameters"),
