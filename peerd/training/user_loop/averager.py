@@ -12,6 +12,7 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final
 
 import trio
@@ -28,7 +29,7 @@ from peerd.training.contributor import Contributor
 from peerd.training.stage.external_model import Own
 from peerd.training.stage.member import StageMember
 from peerd.training.stage.post import Post
-from peerd.training.user_loop.handoff import Desk, Gradients
+from peerd.training.user_loop.handoff import Desk, HandedIn
 
 _SETTINGS_S: Final = 3.0  # between two looks at others' settings before the first step
 
@@ -44,7 +45,6 @@ class UserPart:
 
     model: UserModel
     desk: Desk
-    samples: int  # of one microbatch
     min_peers: int  # that must be there before the first step
     saves: bool
     role: AveragerRole | None = None  # the one at work
@@ -62,7 +62,7 @@ class AveragerRole:
         part = self.part
         self._ctx, self._run = ctx, ctx.run
         self._model, self._desk = part.model, part.desk
-        self._samples, self._min_peers = part.samples, part.min_peers
+        self._samples, self._min_peers = ctx.run.pipeline.microbatch, part.min_peers
         assert ctx.services is not None
         self._services = ctx.services
         self._member = StageMember(ctx, Own(part.model, self._changing, part.saves))
@@ -150,9 +150,9 @@ class AveragerRole:
         """Let the user compute a gradient for microbatch `seq`, and count it."""
         mb = Mb(self._ctx.host.id.text, seq)
         while True:
-            async with self._desk.gradients(lambda: self._post.state.origins, step) as gradients:
+            async with self._desk.gradients(lambda: self._post.state.origins, step) as handed_in:
                 with trio.CancelScope(shield=True):  # the user must stay inside while their tensors are read
-                    added = await self._add(step, mb, gradients)
+                    added = await self._add(step, mb, handed_in)
             if added:
                 return [Holding(mb.trainer, self._post.receipt(step, mb))]
 
@@ -166,9 +166,10 @@ class AveragerRole:
         assert post is not None
         return post
 
-    async def _add(self, step: int, mb: Mb, gradients: Gradients) -> bool:
+    async def _add(self, step: int, mb: Mb, handed_in: HandedIn) -> bool:
+        add = partial(self._model.add, step, mb, handed_in.gradients, handed_in.samples)
         try:
-            added = await self._worker.run(lambda: self._model.add(step, mb, gradients, self._samples), name="add")
+            added = await self._worker.run(add, name="add")
         except Stale:
             self._desk.counts.late += 1
             return False
