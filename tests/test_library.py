@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 import peerd
+from peerd.config import load_run
 from peerd.core.errors import ConfigError, PeerdError, Unreachable
+from peerd.core.run.runfile import LimitsSection, fingerprint
 from tests.kit.amount import thorough
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
@@ -60,6 +62,11 @@ def backward(model: nn.Module) -> None:
         ({"lr": float, "scheduler": lambda o: None}, "scheduler and lr are both given"),
         ({"model": nn.BatchNorm1d(2), "buffers": "mean"}, "buffers is 'mean'; allowed: average, first, local"),
         ({"wait_s": 0}, "wait_s is 0; it must be above 0"),
+        ({"save_steps": 0}, "save_steps is 0; it must be a whole number above 0"),
+        ({"upload_mbit": -1.0}, "limits.upload_mbit is -1.0; allowed: 0 .no limit. to 1000000"),
+        ({"token": "a-file"}, "token is given without organizer"),
+        ({"organizer": "12D3KooW"}, "organizer is given without data_dir"),
+        ({"organizer": "somebody", "data_dir": "x"}, "access.organizer is somebody; .*must be the organizer's peer id"),
         ({"clip_norm": -1.0}, "clip_norm is -1.0; it must be a number above 0"),
         ({"code": "int9"}, "code is int9 .text.; allowed: one of none, bf16, .*; did you mean int8?"),
         ({"code": "powersgd", "rank": 0}, "averaging.rank is 0; allowed: 1 to 128"),
@@ -72,6 +79,17 @@ def backward(model: nn.Module) -> None:
 def test_senseless_settings_are_refused_in_words(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         made(**changes)
+
+
+def test_a_run_file_for_others_has_what_all_share_and_nothing_of_this_peer(tmp_path: Path) -> None:
+    opt = made(upload_mbit=7.5, download_mbit=20, bootstrap=["/ip4/127.0.0.1/tcp/9"], save_steps=7)
+    assert (opt._run.limits.upload_mbit, opt._run.limits.download_mbit) == (7.5, 20)
+    assert opt.join_line == ""
+    opt.write_run_file(tmp_path / "run.yaml")
+    found = load_run(tmp_path / "run.yaml").run
+    assert fingerprint(found) == fingerprint(opt._run)
+    assert (found.limits, found.bootstrap) == (LimitsSection(), ["/ip4/127.0.0.1/tcp/9"])
+    assert found.checkpoint.every_steps == 7
 
 
 def test_peerd_has_nothing_else_that_comes_late() -> None:
@@ -156,8 +174,8 @@ def test_what_goes_wrong_is_raised_in_the_users_loop(fault: str) -> None:
     [
         ({"target_samples": 16}, "batch.target_samples is 16 here and 8 there"),
         ({"code": "powersgd"}, "averaging.code is 'powersgd' here and 'none' there"),
-        ({"make": lambda p: torch.optim.AdamW(p, lr=0.1)}, "optimizer.name is .*AdamW.* here and .*SGD.* there"),
-        ({"model": nn.Linear(3, 3)}, "model.kind is .*weight .3, 3. .* here and .*weight .2, 3. .* there"),
+        ({"make": lambda p: torch.optim.AdamW(p, lr=0.1)}, "loop.optimizer is .*AdamW.* here and .*SGD.* there"),
+        ({"model": nn.Linear(3, 3)}, "loop.model is .*weight .3, 3. .* here and .*weight .2, 3. .* there"),
     ],
 )
 def test_another_run_of_the_same_name_is_refused_with_the_difference(changes: dict[str, Any], words: str) -> None:
@@ -216,7 +234,7 @@ def test_the_optimizers_state_is_told_and_taken_before_the_start() -> None:
     backward(other)
     plain.step()
     opt = made(model, make=lambda p: torch.optim.Adam(p, lr=0.1))
-    before = opt._run.optimizer.name
+    before = opt._run.loop
     with pytest.raises(ConfigError, match=r"this state has no global_step.*the schedule begins anew"):
         opt.load_state_dict(plain.state_dict())
     with pytest.raises(ConfigError, match="global_step is -1"):
@@ -225,7 +243,7 @@ def test_the_optimizers_state_is_told_and_taken_before_the_start() -> None:
     assert opt.param_groups is opt.optimizer.param_groups
     assert opt.param_groups[0]["lr"] == 0.7
     assert str(opt.state_dict()) == str({**plain.state_dict(), "global_step": 3})
-    assert opt._run.optimizer.name != before, "others must agree with what was loaded"
+    assert opt._run.loop != before, "others must agree with what was loaded"
     opt._model.check_unchanged()
 
 

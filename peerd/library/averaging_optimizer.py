@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import logging
 import os
+import pathlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -31,7 +32,16 @@ from peerd.core.limits import LAST_STEP
 from peerd.core.run.runfile import RANK
 from peerd.daemon import Daemon
 from peerd.library.background import CLOSE_S, BackgroundWish, Closed, failure_of
-from peerd.library.loop_run import LoopSettings, averaging_section, live_buffers
+from peerd.library.loop_run import (
+    LoopSettings,
+    access_section,
+    averaging_section,
+    limits_section,
+    line_of,
+    live_buffers,
+    named_of,
+    shared_yaml,
+)
 from peerd.training.user_loop.averager import UserPart, role_for
 from peerd.training.user_loop.handoff import Desk
 
@@ -63,8 +73,18 @@ class AveragingOptimizer:
     are computed already, with the parameters from before it. `min_peers`: nobody begins before so many are there. With
     `bootstrap` given nobody begins either before a peer there answers, and stderr says so, unless `alone`; after
     `wait_s` seconds of that `start` raises Unreachable with what was tried. `code` and `rank`: how gradients travel, as
-    in `averaging` of a run file; the same on all peers. `log_level`: what else to write to stderr; None: nothing.
+    in `averaging` of a run file; the same on all peers. `upload_mbit`, `download_mbit`: what this peer may send and
+    receive, in Mb/s; its share of averaging follows them; 0: no limit. `organizer`: the peer id of the organizer whose
+    tokens let peers in; `token`: the file with this peer's, without it access.token in `data_dir`. `save_steps`: global
+    steps between two checkpoints, here (with `data_dir`) and on backbones that keep the run. `log_level`: what else to
+    write to stderr; None: nothing.
     """
+
+    _thread: threading.Thread | None = None
+    _daemon: Daemon | None = None
+    _token: trio.lowlevel.TrioToken | None = None
+    _closing = False
+    _address = ""
 
     def __init__(
         self,
@@ -89,23 +109,29 @@ class AveragingOptimizer:
         wait_s: float | None = None,
         code: str = "none",
         rank: int = RANK,
+        upload_mbit: float = 0.0,
+        download_mbit: float = 0.0,
+        organizer: str | None = None,
+        token: str | os.PathLike[str] | None = None,
+        save_steps: int = 50,
         announce: Callable[[str], None] = lambda address: None,
         log_level: str | None = None,
     ) -> None:
         """ConfigError says what cannot be used. Nothing starts yet."""
-        self.optimizer = optimizer
+        self.optimizer, self._announce = optimizer, announce
         self._settings = LoopSettings(
             run=run,
             target_samples=target_samples,
             samples_per_step=samples_per_step,
             averaging=averaging_section(code, rank),
-            saves=data_dir is not None,
+            save_steps=save_steps,
+            min_peers=min_peers,
+            access=access_section(organizer, token, data_dir is not None),
+            limits=limits_section(upload_mbit, download_mbit),
         )
-        if named_parameters is None and model is not None:
-            named_parameters = model.named_parameters()
         self._model = UserModel(
             optimizer,
-            named_parameters,
+            named_of(model, named_parameters),
             lr,
             self._settings.averaging,
             delayed,
@@ -116,15 +142,8 @@ class AveragingOptimizer:
         )
         self._run = self._settings.run_file(self._model)
         self._wish = BackgroundWish.of(bootstrap, listen, data_dir, (alone, wait_s), log_level)
-        if min_peers < 1:
-            raise ConfigError(f"min_peers is {min_peers}; it must be at least 1")
         self._desk = Desk(_DELAYED_PATIENCE_S if delayed else _PATIENCE_S, int(delayed))
         self._part = UserPart(self._model, self._desk, min_peers, saves=data_dir is not None)
-        self._announce, self._address = announce, ""
-        self._thread: threading.Thread | None = None
-        self._daemon: Daemon | None = None
-        self._token: trio.lowlevel.TrioToken | None = None
-        self._closing = False
         self._last_status: dict[str, object] = {}
 
     # --- the user's loop ----------------------------------------------------------------------------------------
@@ -248,6 +267,18 @@ class AveragingOptimizer:
     def address(self) -> str:
         """Address for others' `bootstrap`; empty before this peer listens."""
         return self._address
+
+    @property
+    def join_line(self) -> str:
+        """The line by which helpers and backbones join, `peerd join peerd://...`; empty before this peer listens."""
+        return line_of(self._address, self._run.run)
+
+    def write_run_file(self, path: str | os.PathLike[str]) -> None:
+        """Write the run file for `peerd backbone --model` and `peerd join --role aux --model`; also before the start.
+
+        It names no code and no data, and is the same on all peers of the run but for `bootstrap`.
+        """
+        pathlib.Path(path).write_text(shared_yaml(self._run, self._wish.bootstrap), "utf-8")
 
     def digest(self) -> str:
         """A hash of the parameters, in hex: equal on all peers that stand at one step."""

@@ -60,6 +60,11 @@ def export(wish: ExportWish) -> Exported:
     found = choose_run(runs, wish.root, wish.run_name, wish.settings)
     choice = choose_set(found, wish.root, wish.step)
     run = choice.run
+    if run.loop is not None:
+        raise ConfigError(
+            f"run {run.run} is one of users' own loops, whose model is not known here: start the loop with this data "
+            "directory, or with a backbone that keeps its checkpoints, and save the model there"
+        )
     tensors, sources, damaged = load_set(choice)
     plain, experts = plainly_named(run, tensors), None
     if run.experts is not None:

@@ -19,12 +19,15 @@ import trio
 
 from peerd.compute.model.served_stage import Stale
 from peerd.compute.model.user_model import UserModel
+from peerd.core.errors import ConfigError
 from peerd.core.messages.progress import TrainerProgress
+from peerd.core.messages.run_link import RunFileTold, shared_file
 from peerd.core.messages.swarm import Mb, MemberInfo, TrainerAnswer
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
+from peerd.service.run_offer import SIGNATURE_FILE, RunOffer, own_signature
 from peerd.training.contributor import Contributor
 from peerd.training.stage.external_model import Own
 from peerd.training.stage.member import StageMember
@@ -54,6 +57,7 @@ class AveragerRole:
     """See the module's header. Each user gets a class of their own by `role_for`."""
 
     name: ClassVar[str] = "library"
+    acts_as: ClassVar[str] = "trainer"  # in a run with tokens
     needs_run: ClassVar[bool] = True
     part: ClassVar[UserPart]
 
@@ -79,13 +83,29 @@ class AveragerRole:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         self._desk.told = self._came_in
         self._rate = WorkRate(self._ctx.clock.now())
-        async with trio.open_nursery() as nursery:
-            await nursery.start(self._member.run)
-            nursery.start_soon(self._watch_settings)
-            nursery.start_soon(self._contributor.publish_now_and_then)
-            task_status.started()
-            await self._contributor.follow()
-            nursery.cancel_scope.cancel()
+        offer = await self._open_offer()
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self._member.run)
+                nursery.start_soon(self._watch_settings)
+                nursery.start_soon(self._contributor.publish_now_and_then)
+                task_status.started()
+                await self._contributor.follow()
+                nursery.cancel_scope.cancel()
+        finally:
+            offer.close()
+
+    async def _open_offer(self) -> RunOffer:
+        """Offer the run file to helpers and backbones that join by this peer's line."""
+        run, file, signature = self._run, shared_file(self._run), b""
+        path = self._ctx.data_dir.parent / SIGNATURE_FILE
+        try:
+            signature = await trio.to_thread.run_sync(own_signature, run, file, self._ctx.host, path)
+        except ConfigError as error:
+            self._ctx.log.event("run.unsigned", level="warning", reason=str(error))
+        offer = RunOffer(self._ctx.rpc, run.run, lambda: RunFileTold(file, signature))
+        offer.open()
+        return offer
 
     async def leave(self) -> None:
         """Give back microbatches that are not computed, let the step end that has a part of ours, say goodbye."""
