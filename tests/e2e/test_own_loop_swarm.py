@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from safetensors.torch import load_file
+from torch import nn
 
 from peerd.cli import invoke
 from scripts.waiting import eventually
@@ -123,6 +125,9 @@ def test_a_backbone_keeps_own_loops_and_a_new_one_goes_on_where_they_were_killed
         assert loops[1].says("begins")[0] == "0"
         for loop in loops:
             loop.kill()
+        assert invoke(["export", "--backbone", str(keeper.data_dir), "--out", str(tmp_path / "out")]) == 0
+        weights = load_file(tmp_path / "out" / "model.safetensors")
+        assert set(weights) == set(nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 2)).state_dict())
         loops.append(Loop(tmp_path, bootstrap=[keeper.address()], alone=True))
         step, lr, moments = loops[-1].says("begins")
         assert int(step) in kept_steps(keeper)
@@ -163,8 +168,7 @@ def test_a_loop_of_invited_peers_lets_in_those_with_a_token(tmp_path: Path, caps
         assert loops[2].popen.wait(100) != 0
         loops.append(Loop(tmp_path, data_dir="ann", bootstrap=[address_of(link)], **invited))
         assert loops[3].says("begins")[0] == "0"
-        place = ["--data-dir", str(tmp_path / "helper"), "--listen", LISTEN]
-        helper = started.start("helper", "join", link, "--yes", *place)
+        helper = started.start("helper", "join", link, "--yes", "--listen", LISTEN)
         helper.wait_until(lambda: helper.role().get("state") == "running", "it never helped")
         assert f"signed by its organizer {ids['organizer']}" in helper.said
         eventually(lambda: helper.role()["waits_for"] is None, 60)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from peerd.commands.doctor.run_checks import RunNeeds, run_checks
+from peerd.compute.run_record import read_record, write_record
 from peerd.core.messages.settings import differences
 from peerd.core.run.check import check
 from peerd.core.run.runfile import (
@@ -60,3 +63,14 @@ def test_peers_agree_on_model_optimizer_and_layout_and_other_runs_keep_their_fin
         assert fingerprint(other) != fingerprint(RUN)
         assert [text.split()[0] for text in differences(shared_text(RUN), shared_text(other))] == [f"loop.{key}"]
     assert b"loop" not in shared_text(RunFile(run="gpt"))
+
+
+def test_a_checkpoint_s_record_and_doctor_know_such_a_run(tmp_path: Path) -> None:
+    write_record(tmp_path, RUN, fingerprint(RUN))
+    told, found = read_record(tmp_path)
+    assert told == fingerprint(found).hex() == fingerprint(RUN).hex()
+    assert found.loop == LOOP
+    needs = RunNeeds(run=RUN, roles=(), data_dir=tmp_path, device="cpu")
+    assert not needs.holds_model
+    assert not needs.reads_text
+    assert [one.check for one in run_checks(needs) if one.verdict != "ok"] == []
