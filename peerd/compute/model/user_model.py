@@ -247,9 +247,12 @@ class UserModel:
 
     def vector(self, leads: bool = True) -> Vector:
         """A copy of the sum of the step under way, flat, with what travels behind it: of buffers, and the tail."""
-        due: Vector = self._sums.due.to("cpu", copy=True).numpy()
+        whole = torch.empty(self._total.count, dtype=self.dtype)
+        whole[: self.layout.count].copy_(self._sums.due)
         buffers = [self.buffers.part(leads)] if self.buffers.shared else []
-        return np.concatenate([due, *buffers, self._tail.part()])
+        vector: Vector = whole.numpy()
+        np.concatenate([*buffers, self._tail.part()], out=vector[self.layout.count :])
+        return vector
 
     def vector_outline(self) -> TensorSpec:
         """Dtype and shape of what `vector` gives, without copying anything."""
