@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from peerd.library.averaging_optimizer import AveragingOptimizer as AveragingOptimizer
     from peerd.library.expert_peer import DMoE as DMoE
     from peerd.library.expert_peer import ExpertPeer as ExpertPeer
+    from peerd.library.layerwise import Lamb as Lamb
+    from peerd.library.layerwise import Lars as Lars
 
 __version__ = VERSION
 
@@ -24,4 +26,8 @@ def __getattr__(name: str) -> Any:
         from peerd.library import expert_peer
 
         return getattr(expert_peer, name)
+    if name in ("Lamb", "Lars"):
+        from peerd.library import layerwise
+
+        return getattr(layerwise, name)
     raise AttributeError(f"module 'peerd' has no attribute {name!r}")

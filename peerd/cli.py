@@ -382,6 +382,12 @@ def _check_run(classes: Sequence[type[Role]], run: RunFile) -> None:
     """Let each role look at the text and the code that the run file names: what is wrong is said before any start."""
     from peerd.role import Checking
 
+    computing = [cls.name for cls in classes if cls.name in ("stage", "trainer", "expert")]
+    if run.loop is not None and computing:
+        raise ConfigError(
+            f"role {computing[0]} cannot serve run {run.run}, whose model is in its users' own loops; allowed: aux, "
+            "backbone; to train, run the script that has its peerd.AveragingOptimizer"
+        )
     for cls in classes:
         if isinstance(cls, Checking):
             cls.check_run(run)

@@ -17,14 +17,14 @@ import trio
 
 from peerd.core.errors import ConfigError, RemoteError, missing_package
 from peerd.core.messages.progress import pause_s
-from peerd.core.messages.run_link import DOMAIN, RunFileTold, best_link, shared_file, shared_run
+from peerd.core.messages.run_link import RunFileTold, best_link, shared_file
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import RunFile
 from peerd.core.work import Worker
 from peerd.role import RoleContext
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import VaultDisk
-from peerd.service.run_offer import RunOffer
+from peerd.service.run_offer import SIGNATURE_FILE, RunOffer, own_signature
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal
 from peerd.training.checkpoints.kept_list import KeptList
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from peerd.training.checkpoints.keeper import Keeping
 
 T = TypeVar("T")
-SIGNATURE_FILE = "run.signature"  # in the data directory
 _LOOK_RARELY_S = 10.0  # while it is far
 _TABLE_PERIOD_S = 300.0  # between two Parquet tables
 _ANNOUNCE_S = 20.0  # between two announcements of kept checkpoints
@@ -132,22 +131,12 @@ class BackboneRole:
         return RunFileTold(self._file, self._signature)
 
     def _sign(self, run: RunFile) -> bytes:
-        """The organizer's signature: our own, where this is its peer, else from the file beside our data."""
-        host, organizer = self._ctx.host, run.access.organizer
-        if not organizer:
-            return b""
-        if host.id.text == organizer:
-            return host.sign(DOMAIN + self._file)
-        path = self._ctx.data_dir.parent / SIGNATURE_FILE
+        """The organizer's signature; empty without one, which the log says."""
         try:
-            signature = bytes.fromhex(path.read_text("ascii").strip())
-            shared_run(RunFileTold(self._file, signature), run.run)
-        except (OSError, ValueError, RemoteError) as error:
-            advice = f"`peerd token sign RUN_FILE` on its machine makes one: save it as {path}"
-            why = f"no signature of the organizer for this run file ({error}); {advice}"
-            self._ctx.log.event("run.unsigned", level="warning", reason=why)
+            return own_signature(run, self._file, self._ctx.host, self._ctx.data_dir.parent / SIGNATURE_FILE)
+        except ConfigError as error:
+            self._ctx.log.event("run.unsigned", level="warning", reason=str(error))
             return b""
-        return signature
 
     async def _watch(self, watching: Watching, curves: Curves) -> None:
         while True:

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import trio
 from torch import nn
 
 import peerd
-from peerd.core.errors import ConfigError, PeerdError, Refused, Unreachable
-from peerd.core.messages.swarm import Position
-from peerd.training.user_loop.handoff import Desk, Gradients
+from peerd.config import load_run
+from peerd.core.errors import ConfigError, PeerdError, Unreachable
+from peerd.core.run.runfile import LimitsSection, fingerprint
 from tests.kit.amount import thorough
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
-HERE = Position(3, b"here")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -66,6 +62,12 @@ def backward(model: nn.Module) -> None:
         ({"lr": float, "scheduler": lambda o: None}, "scheduler and lr are both given"),
         ({"model": nn.BatchNorm1d(2), "buffers": "mean"}, "buffers is 'mean'; allowed: average, first, local"),
         ({"wait_s": 0}, "wait_s is 0; it must be above 0"),
+        ({"save_steps": 0}, "save_steps is 0; it must be a whole number above 0"),
+        ({"upload_mbit": -1.0}, "limits.upload_mbit is -1.0; allowed: 0 .no limit. to 1000000"),
+        ({"token": "a-file"}, "token is given without organizer"),
+        ({"organizer": "12D3KooW"}, "organizer is given without data_dir"),
+        ({"organizer": "somebody", "data_dir": "x"}, "access.organizer is somebody; .*must be the organizer's peer id"),
+        ({"clip_norm": -1.0}, "clip_norm is -1.0; it must be a number above 0"),
         ({"code": "int9"}, "code is int9 .text.; allowed: one of none, bf16, .*; did you mean int8?"),
         ({"code": "powersgd", "rank": 0}, "averaging.rank is 0; allowed: 1 to 128"),
         ({"code": "int8", "rank": 2}, "averaging.rank is 2, but int8 has no rank"),
@@ -79,6 +81,17 @@ def test_senseless_settings_are_refused_in_words(changes: dict[str, Any], words:
         made(**changes)
 
 
+def test_a_run_file_for_others_has_what_all_share_and_nothing_of_this_peer(tmp_path: Path) -> None:
+    opt = made(upload_mbit=7.5, download_mbit=20, bootstrap=["/ip4/127.0.0.1/tcp/9"], save_steps=7)
+    assert (opt._run.limits.upload_mbit, opt._run.limits.download_mbit) == (7.5, 20)
+    assert opt.join_line == ""
+    opt.write_run_file(tmp_path / "run.yaml")
+    found = load_run(tmp_path / "run.yaml").run
+    assert fingerprint(found) == fingerprint(opt._run)
+    assert (found.limits, found.bootstrap) == (LimitsSection(), ["/ip4/127.0.0.1/tcp/9"])
+    assert found.checkpoint.every_steps == 7
+
+
 def test_peerd_has_nothing_else_that_comes_late() -> None:
     with pytest.raises(AttributeError, match="no attribute 'AveragingOptimiser'"):
         peerd.AveragingOptimiser  # type: ignore[attr-defined]  # noqa: B018
@@ -90,177 +103,6 @@ def test_a_step_before_the_start_or_after_the_end_is_an_error_and_closing_is_not
         with pytest.raises(PeerdError, match="not running"):
             opt.step()
         opt.close()
-
-
-# --- the desk -----------------------------------------------------------------------------------------------------
-
-
-class User:
-    """A thread that hands gradients in, one for each `go`, and notes what it hears."""
-
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
-        self.heard: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._go: queue.SimpleQueue[Gradients | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def go(self, gradients: Gradients | None = None) -> None:
-        self._go.put(gradients)
-
-    async def hears(self) -> object:
-        with trio.fail_after(60):
-            return await trio.to_thread.run_sync(self.heard.get, abandon_on_cancel=True)
-
-    def _run(self) -> None:
-        try:
-            self.desk.wait()
-            self.heard.put("go")
-            while (gradients := self._go.get()) is not None:
-                self.desk.hand_in(gradients)
-                self.heard.put("go")
-        except PeerdError as error:
-            self.heard.put(error)
-
-
-def desk() -> Desk:
-    made = Desk(patience_s=0.05)
-    made.open(trio.lowlevel.current_trio_token())
-    return made
-
-
-async def test_the_user_goes_when_his_place_is_there_and_his_gradient_comes_back() -> None:
-    d = desk()
-    user = User(d)
-    gradient: Gradients = [torch.ones(1)]
-
-    async def hand_in() -> None:
-        assert await user.hears() == "go"
-        user.go(gradient)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(hand_in)
-        async with d.gradients(lambda: [HERE], 3) as found:
-            assert found is gradient
-            assert user.heard.empty()  # he stays while his tensors are read
-    user.go()
-
-
-async def test_a_gradient_is_late_when_the_swarm_has_gone_on_without_it() -> None:
-    d = desk()
-    user = User(d)
-    stands = HERE
-    async with trio.open_nursery() as nursery:
-
-        async def hand_in_late() -> None:
-            nonlocal stands
-            assert await user.hears() == "go"
-            stands = Position(4, b"there")
-            dropped.cancel()
-            user.go([torch.zeros(1)])
-            assert await user.hears() == "go"
-            user.go([torch.ones(1)])
-
-        nursery.start_soon(hand_in_late)
-        with trio.CancelScope() as dropped:
-            async with d.gradients(lambda: [stands], 3):
-                raise AssertionError("there is no such gradient")
-        async with d.gradients(lambda: [stands], 4) as found:
-            assert found[0] is not None
-            assert found[0].item() == 1
-    assert d.counts.late == 1
-    user.go()
-
-
-async def test_a_gradient_without_a_place_counts_when_one_comes_before_the_step_ends() -> None:
-    d = desk()
-    user = User(d)
-    async with trio.open_nursery() as nursery:
-
-        async def hand_in() -> None:
-            await user.hears()
-            dropped.cancel()
-            user.go([torch.ones(1)])
-
-        nursery.start_soon(hand_in)
-        with trio.CancelScope() as dropped:
-            async with d.gradients(lambda: [HERE], 3):
-                raise AssertionError("this place was taken back")
-        async with d.gradients(lambda: [HERE], 3) as found:
-            assert found[0] is not None
-    assert d.counts.late == 0
-    user.go()
-
-
-async def test_in_a_delayed_run_a_gradient_counts_one_step_later_too_but_not_two_nor_after_a_jump() -> None:
-    d = Desk(patience_s=60, delay=1)
-    d.open(trio.lowlevel.current_trio_token())
-    user = User(d)
-    there, beyond = Position(4, b"there"), Position(5, b"beyond")
-    origins = [HERE]
-
-    async def goes_out() -> None:
-        """He computes with the parameters of now."""
-        with trio.CancelScope() as scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(_take_with, d, lambda: origins)
-                assert await user.hears() == "go"
-                scope.cancel()
-
-    for now, step, late in (([there, HERE], 4, 0), ([beyond, there], 5, 1), ([there], 4, 2)):
-        origins[:] = [HERE]
-        await goes_out()
-        origins[:] = now
-        user.go([torch.ones(1)])
-        with trio.move_on_after(0.05) as waited:
-            async with d.gradients(lambda: origins, step):
-                pass
-        assert d.counts.late == late
-        if late:
-            assert waited.cancelled_caught
-            assert await user.hears() == "go"  # he was let go with the new ones
-            user.go([torch.ones(1)])
-            async with d.gradients(lambda: origins, step):
-                pass
-    user.go()
-
-
-async def _take_with(d: Desk, origins: Callable[[], list[Position]]) -> None:
-    async with d.gradients(origins, 3):
-        pass
-
-
-async def test_parameters_change_only_while_the_user_is_inside() -> None:
-    d = desk()
-    user = User(d)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(_take, d)
-        assert await user.hears() == "go"
-        with pytest.raises(Refused, match=r"has not come back for 0\.05 s"):
-            async with d.changing(patient=False):
-                raise AssertionError("he is outside")
-        user.go([torch.ones(1)])
-        async with d.changing(patient=True):
-            nursery.start_soon(_take, d)
-            await trio.testing.wait_all_tasks_blocked()
-            assert user.heard.empty()  # he is not let go meanwhile
-        assert await user.hears() == "go"
-        nursery.cancel_scope.cancel()
-    user.go()
-
-
-async def _take(d: Desk) -> None:
-    async with d.gradients(lambda: [HERE], 3):
-        pass
-
-
-async def test_who_waits_hears_of_a_failure_and_so_does_who_comes_later() -> None:
-    d = desk()
-    user = User(d)
-    d.fail(PeerdError("broken"))
-    assert str(await user.hears()) == "broken"
-    with pytest.raises(PeerdError, match="broken"):
-        d.hand_in([])
 
 
 # --- a peer of its own --------------------------------------------------------------------------------------------
@@ -332,8 +174,8 @@ def test_what_goes_wrong_is_raised_in_the_users_loop(fault: str) -> None:
     [
         ({"target_samples": 16}, "batch.target_samples is 16 here and 8 there"),
         ({"code": "powersgd"}, "averaging.code is 'powersgd' here and 'none' there"),
-        ({"make": lambda p: torch.optim.AdamW(p, lr=0.1)}, "optimizer.name is .*AdamW.* here and .*SGD.* there"),
-        ({"model": nn.Linear(3, 3)}, "model.kind is .*weight .3, 3. .* here and .*weight .2, 3. .* there"),
+        ({"make": lambda p: torch.optim.AdamW(p, lr=0.1)}, "loop.optimizer is .*AdamW.* here and .*SGD.* there"),
+        ({"model": nn.Linear(3, 3)}, "loop.model is .*weight .3, 3. .* here and .*weight .2, 3. .* there"),
     ],
 )
 def test_another_run_of_the_same_name_is_refused_with_the_difference(changes: dict[str, Any], words: str) -> None:
@@ -392,13 +234,76 @@ def test_the_optimizers_state_is_told_and_taken_before_the_start() -> None:
     backward(other)
     plain.step()
     opt = made(model, make=lambda p: torch.optim.Adam(p, lr=0.1))
-    before = opt._run.optimizer.name
-    opt.load_state_dict(plain.state_dict())
+    before = opt._run.loop
+    with pytest.raises(ConfigError, match=r"this state has no global_step.*the schedule begins anew"):
+        opt.load_state_dict(plain.state_dict())
+    with pytest.raises(ConfigError, match="global_step is -1"):
+        opt.load_state_dict(plain.state_dict(), global_step=-1)
+    opt.load_state_dict(plain.state_dict(), global_step=3)
     assert opt.param_groups is opt.optimizer.param_groups
     assert opt.param_groups[0]["lr"] == 0.7
-    assert str(opt.state_dict()) == str(plain.state_dict())
-    assert opt._run.optimizer.name != before, "others must agree with what was loaded"
+    assert str(opt.state_dict()) == str({**plain.state_dict(), "global_step": 3})
+    assert opt._run.loop != before, "others must agree with what was loaded"
     opt._model.check_unchanged()
+
+
+def scheduled(model: nn.Module, **more: Any) -> peerd.AveragingOptimizer:
+    def make(p: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(p, lr=0.1)
+
+    return made(model, make=make, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5), **more)
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+def test_step_schedule_and_moments_come_back_together(tmp_path: Path) -> None:
+    """A loop that saves as one does with torch, and another process's that goes on: as one that was never ended."""
+    file, whole, part = tmp_path / "mine.pt", nn.Linear(3, 2), nn.Linear(3, 2)
+    part.load_state_dict(whole.state_dict())
+    for model, steps in ((whole, 7), (part, 3)):
+        with scheduled(model) as opt:
+            while opt.global_step < steps:
+                backward(model)
+                opt.step()
+                opt.zero_grad()
+            if steps == 3:
+                torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    again, saved = nn.Linear(3, 2), torch.load(file)
+    again.load_state_dict(saved["model"])
+    opt = scheduled(again)
+    opt.load_state_dict(saved["opt"])
+    assert (opt.global_step, opt.param_groups[0]["lr"]) == (3, 0.05)
+    with opt:
+        assert opt.global_step == 3
+        while opt.global_step < 7:
+            backward(again)
+            opt.step()
+            opt.zero_grad()
+        assert opt.param_groups[0]["lr"] == 0.0125
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+def test_a_step_takes_a_closure_and_fewer_samples() -> None:
+    model = nn.Linear(3, 2)
+    with made(model) as opt:
+
+        def closure() -> float:
+            opt.zero_grad()
+            loss = model(torch.ones(4, 3)).square().mean()
+            loss.backward()
+            return float(loss.detach())
+
+        with torch.no_grad():
+            losses = [opt.step(closure) for _ in range(6)]
+        assert all(loss is not None for loss in losses)
+        assert opt.global_step == 3
+        backward(model)
+        for samples in (0, 5, 2.5):
+            with pytest.raises(ConfigError, match=r"allowed: 1 to samples_per_step \(4\)"):
+                opt.step(samples=samples)  # type: ignore[arg-type]
+        opt.step(samples=3)
 
 
 def dead() -> str:

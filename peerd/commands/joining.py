@@ -66,7 +66,9 @@ def fetch(link: JoinLink) -> RunFile:
 
 
 def default_roles(run: RunFile) -> list[str]:
-    """The role that a run needs most: hosts of experts, stages of a pipeline, else replicas."""
+    """The role that a run needs most: hosts of experts, stages of a pipeline, helpers of own loops, else replicas."""
+    if run.loop is not None:
+        return ["aux"]
     if run.experts is not None:
         return ["expert"]
     return ["trainer"] if run.pipeline.stages == 1 else ["stage"]

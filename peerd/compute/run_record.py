@@ -35,8 +35,8 @@ class _Record(msgspec.Struct, frozen=True):
 def settings_of(run: RunFile) -> dict[str, Any]:
     """Settings that the peers of a run share, without the places of its text."""
     tree = msgspec.to_builtins(run)
-    experts = ["experts"] if run.experts is not None else []
-    return {name: tree[name] for name in (*FINGERPRINT_SECTIONS, *experts) if name != "data"}
+    more = [name for name in ("experts", "loop") if tree[name] is not None]
+    return {name: tree[name] for name in (*FINGERPRINT_SECTIONS, *more) if name != "data"}
 
 
 def run_of(settings: dict[str, Any], where: str) -> RunFile:

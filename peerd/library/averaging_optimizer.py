@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import logging
 import os
+import pathlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-import msgspec
 import outcome
 import torch
 import trio
@@ -27,31 +25,31 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from peerd.compute.model.schedule import Made
-from peerd.compute.model.shared_buffers import GradientNotFinite, Live, buffers_of
+from peerd.compute.model.shared_buffers import GradientNotFinite
 from peerd.compute.model.user_model import UserModel
-from peerd.config import section_of
 from peerd.core.errors import ConfigError
-from peerd.core.messages.swarm import MAX_MICROBATCHES
-from peerd.core.run.check import check
-from peerd.core.run.runfile import (
-    RANK,
-    AveragingSection,
-    BatchSection,
-    CheckpointSection,
-    LimitsSection,
-    ModelSection,
-    OptimizerSection,
-    PipelineSection,
-    RunFile,
-)
+from peerd.core.limits import LAST_STEP
+from peerd.core.run.runfile import RANK
 from peerd.daemon import Daemon
-from peerd.library.background import CLOSE_S, BackgroundWish, Closed, check_texts, company_wish, failure_of
+from peerd.library.background import CLOSE_S, BackgroundWish, Closed, failure_of
+from peerd.library.loop_run import (
+    LoopSettings,
+    access_section,
+    averaging_section,
+    limits_section,
+    line_of,
+    live_buffers,
+    named_of,
+    shared_yaml,
+)
 from peerd.training.user_loop.averager import UserPart, role_for
 from peerd.training.user_loop.handoff import Desk
 
 _PATIENCE_S: Final = 10.0  # with a user who is elsewhere while the others step
 _DELAYED_PATIENCE_S: Final = 45.0  # where that is the rule: the user computes for the next step; others wait a minute
-_SAVE_STEPS: Final = 50
+_STEP_KEY: Final = "global_step"  # of a state, beside torch's own keys
+
+T = TypeVar("T")
 
 logging.getLogger("peerd").addHandler(logging.NullHandler())  # a library is silent unless its user asks
 
@@ -70,12 +68,23 @@ class AveragingOptimizer:
     are known are kept alike, by `buffers` (average, first or local), and given to newcomers. `scheduler`: a fresh
     torch scheduler of `optimizer`, or a function that makes one; it steps when the swarm does, never call its
     step(). `lr`: in place of one, the learning rate by global step, from 0; without both that of the optimizer's
-    groups, never changed. `delayed`: while a step's gradients are averaged, the next step's are computed already,
-    with the parameters from before it. `min_peers`: nobody begins before so many are there. With `bootstrap` given
-    nobody begins either before a peer there answers, and stderr says so, unless `alone`; after `wait_s` seconds of
-    that `start` raises Unreachable with what was tried. `code` and `rank`: how gradients travel, as in `averaging`
-    of a run file; the same on all peers. `log_level`: what else to write to stderr; None: nothing.
+    groups, never changed. `clip_norm`: the most that the norm of the whole mean gradient may be, as by
+    `torch.nn.utils.clip_grad_norm_`; 0: anything. `delayed`: while a step's gradients are averaged, the next step's
+    are computed already, with the parameters from before it. `min_peers`: nobody begins before so many are there. With
+    `bootstrap` given nobody begins either before a peer there answers, and stderr says so, unless `alone`; after
+    `wait_s` seconds of that `start` raises Unreachable with what was tried. `code` and `rank`: how gradients travel, as
+    in `averaging` of a run file; the same on all peers. `upload_mbit`, `download_mbit`: what this peer may send and
+    receive, in Mb/s; its share of averaging follows them; 0: no limit. `organizer`: the peer id of the organizer whose
+    tokens let peers in; `token`: the file with this peer's, without it access.token in `data_dir`. `save_steps`: global
+    steps between two checkpoints, here (with `data_dir`) and on backbones that keep the run. `log_level`: what else to
+    write to stderr; None: nothing.
     """
+
+    _thread: threading.Thread | None = None
+    _daemon: Daemon | None = None
+    _token: trio.lowlevel.TrioToken | None = None
+    _closing = False
+    _address = ""
 
     def __init__(
         self,
@@ -93,45 +102,48 @@ class AveragingOptimizer:
         buffers: str = "average",
         scheduler: Made | None = None,
         lr: Callable[[int], float] | None = None,
+        clip_norm: float = 0.0,
         delayed: bool = False,
         min_peers: int = 1,
         alone: bool = False,
         wait_s: float | None = None,
         code: str = "none",
         rank: int = RANK,
+        upload_mbit: float = 0.0,
+        download_mbit: float = 0.0,
+        organizer: str | None = None,
+        token: str | os.PathLike[str] | None = None,
+        save_steps: int = 50,
         announce: Callable[[str], None] = lambda address: None,
         log_level: str | None = None,
     ) -> None:
         """ConfigError says what cannot be used. Nothing starts yet."""
-        self.optimizer = optimizer
-        averaging = _averaging(code, rank)
-        if scheduler is not None and lr is not None:
-            raise ConfigError("scheduler and lr are both given; one of them sets the learning rate")
-        if named_parameters is None and model is not None:
-            named_parameters = model.named_parameters()
-        kept = (_live(model, named_buffers), buffers)
-        self._model = UserModel(optimizer, named_parameters, lr, averaging, delayed, scheduler=scheduler, buffers=kept)
-        sizes = (target_samples, samples_per_step)
-        self._made_run = functools.partial(_run_file, run, self._model, sizes, averaging, data_dir is not None)
-        self._run = self._made_run()
-        check_texts("bootstrap", bootstrap)
-        check_texts("listen", listen)
-        if min_peers < 1:
-            raise ConfigError(f"min_peers is {min_peers}; it must be at least 1")
-        self._desk = Desk(_DELAYED_PATIENCE_S if delayed else _PATIENCE_S, int(delayed))
-        self._part = UserPart(self._model, self._desk, samples_per_step, min_peers, saves=data_dir is not None)
-        self._wish = BackgroundWish(
-            bootstrap=tuple(bootstrap),
-            listen=tuple(listen),
-            home=Path(data_dir) if data_dir is not None else None,
-            company=company_wish(alone, wait_s),
-            log_level=log_level,
+        self.optimizer, self._announce = optimizer, announce
+        self._settings = LoopSettings(
+            run=run,
+            target_samples=target_samples,
+            samples_per_step=samples_per_step,
+            averaging=averaging_section(code, rank),
+            save_steps=save_steps,
+            min_peers=min_peers,
+            access=access_section(organizer, token, data_dir is not None),
+            limits=limits_section(upload_mbit, download_mbit),
         )
-        self._announce, self._address = announce, ""
-        self._thread: threading.Thread | None = None
-        self._daemon: Daemon | None = None
-        self._token: trio.lowlevel.TrioToken | None = None
-        self._closing = False
+        self._model = UserModel(
+            optimizer,
+            named_of(model, named_parameters),
+            lr,
+            self._settings.averaging,
+            delayed,
+            scheduler=scheduler,
+            buffers=(live_buffers(model, named_buffers), buffers),
+            microbatch=samples_per_step,
+            clip_norm=clip_norm,
+        )
+        self._run = self._settings.run_file(self._model)
+        self._wish = BackgroundWish.of(bootstrap, listen, data_dir, (alone, wait_s), log_level)
+        self._desk = Desk(_DELAYED_PATIENCE_S if delayed else _PATIENCE_S, int(delayed))
+        self._part = UserPart(self._model, self._desk, min_peers, saves=data_dir is not None)
         self._last_status: dict[str, object] = {}
 
     # --- the user's loop ----------------------------------------------------------------------------------------
@@ -149,15 +161,24 @@ class AveragingOptimizer:
             self._desk.wait()
             failed.pop_all()
 
-    def step(self) -> None:
+    def step(self, closure: Callable[[], T] | None = None, *, samples: int | None = None) -> T | None:
         """Hand in the gradients at the parameters, as of one microbatch; returns when the next may be computed.
 
-        A parameter without a gradient counts as one with zeros. Raises GradientNotFinite, which names the parameter,
-        for one that is not finite (nothing is handed in, and the loop may go on), and what went wrong in the
-        background.
+        `closure` computes the gradients first, once; what it returns is returned. `samples`: of this microbatch, where
+        it has fewer than `samples_per_step`, such as the last one of an epoch. Raises GradientNotFinite, which names
+        the parameter, for a gradient that is not finite (nothing is handed in, and the loop may go on), and what went
+        wrong in the background.
         """
         if self._thread is None or self._closing:
             raise Closed("this optimizer is not running: use it in a with block, or call start()")
+        whole = self._settings.samples_per_step
+        count = whole if samples is None else samples
+        if type(count) is not int or not 1 <= count <= whole:
+            raise ConfigError(f"samples is {count!r}; allowed: 1 to samples_per_step ({whole})")
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
         self._model.check_unchanged()
         gradients = self._model.gradients()
         try:
@@ -167,7 +188,8 @@ class AveragingOptimizer:
             raise
         for device in {p.device for p in gradients if p is not None and p.is_cuda}:
             torch.cuda.synchronize(device)
-        self._desk.hand_in(gradients)
+        self._desk.hand_in(gradients, count)
+        return result
 
     def close(self) -> None:
         """Leave the run well, within ten seconds; repeated closing changes nothing.
@@ -210,16 +232,29 @@ class AveragingOptimizer:
         return self._model.schedule.scheduler if self._model.schedule is not None else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, as of the parameters now."""
-        return self.optimizer.state_dict()
+        """The wrapped optimizer's state, as of the parameters now, and `global_step`."""
+        return {**self.optimizer.state_dict(), _STEP_KEY: self.global_step}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give the wrapped optimizer a state to begin with, before `start`: in a run the swarm's state counts."""
+    def load_state_dict(self, state_dict: dict[str, Any], *, global_step: int | None = None) -> None:
+        """Go on from a state that `state_dict` gave, before `start`: its moments, global step and learning rate.
+
+        A plain torch optimizer's state has no `global_step`: give it, 0 for a schedule that begins anew. In a run that
+        is on its way the swarm's state counts. Load the parameters as well.
+        """
         if self._thread is not None:
             raise ConfigError("load_state_dict after the start: the optimizer's state is the swarm's now")
-        self.optimizer.load_state_dict(state_dict)
+        step = state_dict.get(_STEP_KEY) if global_step is None else global_step
+        if step is None:
+            raise ConfigError(
+                "this state has no global_step, since a plain optimizer made it: give load_state_dict(..., "
+                "global_step=N), the steps that were made; 0: the schedule begins anew"
+            )
+        if type(step) is not int or not 0 <= step <= LAST_STEP:
+            raise ConfigError(f"global_step is {step!r}; allowed: 0 to {LAST_STEP}")
+        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != _STEP_KEY})
         self._model.settings_changed()
-        self._run = self._made_run()
+        self._run = self._settings.run_file(self._model)
+        self._model.begin_at(step)
 
     # --- for looking at -----------------------------------------------------------------------------------------
 
@@ -232,6 +267,18 @@ class AveragingOptimizer:
     def address(self) -> str:
         """Address for others' `bootstrap`; empty before this peer listens."""
         return self._address
+
+    @property
+    def join_line(self) -> str:
+        """The line by which helpers and backbones join, `peerd join peerd://...`; empty before this peer listens."""
+        return line_of(self._address, self._run.run)
+
+    def write_run_file(self, path: str | os.PathLike[str]) -> None:
+        """Write the run file for `peerd backbone --model` and `peerd join --role aux --model`; also before the start.
+
+        It names no code and no data, and is the same on all peers of the run but for `bootstrap`.
+        """
+        pathlib.Path(path).write_text(shared_yaml(self._run, self._wish.bootstrap), "utf-8")
 
     def digest(self) -> str:
         """A hash of the parameters, in hex: equal on all peers that stand at one step."""
@@ -270,47 +317,3 @@ class AveragingOptimizer:
         self._last_status = self._snapshot()
         if self._daemon is not None:
             self._daemon.stop("closed")
-
-
-def _live(model: torch.nn.Module | None, named: Iterable[tuple[str, Tensor]] | None) -> Live:
-    """The buffers to keep alike: those given, else the model's, else none."""
-    if named is not None:
-        given = dict(named)
-        return lambda: given
-    return buffers_of(model) if model is not None else dict
-
-
-def _averaging(code: str, rank: int) -> AveragingSection:
-    """Checked before the model is: what that keeps from step to step follows from it."""
-    made: AveragingSection = section_of(AveragingSection, {"code": code, "rank": rank})
-    faults = [f"{path} {message}" for path, message in check(RunFile(run="any", averaging=made))]
-    if faults:
-        raise ConfigError("; ".join(faults))
-    return made
-
-
-def _run_file(run: str, model: UserModel, sizes: tuple[int, int], averaging: AveragingSection, saves: bool) -> RunFile:
-    """Run file of one stage with the settings that the peers of a run must agree on."""
-    target, samples = sizes
-    for name, value in (("target_samples", target), ("samples_per_step", samples)):
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number of samples above 0")
-    if target % samples or target // samples > MAX_MICROBATCHES:
-        allowed = f"a multiple of samples_per_step ({samples}), up to {samples * MAX_MICROBATCHES}"
-        raise ConfigError(f"target_samples is {target}; allowed: {allowed}")
-    made = RunFile(
-        run=run,
-        model=ModelSection(
-            kind=model.model_text(), layers=1, dtype="float64" if model.dtype == torch.float64 else "float32"
-        ),
-        pipeline=PipelineSection(stages=1, microbatch=samples),
-        optimizer=msgspec.structs.replace(OptimizerSection(), name=model.optimizer_text(), delayed=model.delayed),
-        batch=BatchSection(target_samples=target),
-        averaging=averaging,
-        checkpoint=CheckpointSection(every_steps=_SAVE_STEPS if saves else 0),
-        limits=LimitsSection(stage=0),
-    )
-    faults = [f"{path} {message}" for path, message in check(made)]
-    if faults:
-        raise ConfigError("; ".join(faults))
-    return made

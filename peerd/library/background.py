@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -40,6 +41,26 @@ class BackgroundWish:
     home: Path | None
     company: CompanyWish
     log_level: str | None
+
+    @classmethod
+    def of(
+        cls,
+        bootstrap: Sequence[str],
+        listen: Sequence[str],
+        data_dir: str | os.PathLike[str] | None,
+        company: tuple[bool, float | None],
+        log_level: str | None,
+    ) -> BackgroundWish:
+        """The wishes as a user gives them; `company`: alone, and wait_s. ConfigError for what cannot be used."""
+        check_texts("bootstrap", bootstrap)
+        check_texts("listen", listen)
+        return cls(
+            bootstrap=tuple(bootstrap),
+            listen=tuple(listen),
+            home=Path(data_dir) if data_dir is not None else None,
+            company=company_wish(*company),
+            log_level=log_level,
+        )
 
     def daemon(
         self, stack: contextlib.ExitStack, run: RunFile, role: type[Role], announce: Callable[[str], None]

@@ -1,4 +1,4 @@
-"""The run file, offered to strangers and fetched from a backbone: service `run/1`, open to everyone.
+"""The run file, offered to strangers by backbones and users' own loops: service `run/1`, open to everyone.
 
 A stranger needs the file to see what a run is, before it has a token. Bounded by the host's book as any call is, and to
 a few at once. A hostile backbone may give anything: `core.messages.run_link` refuses what may not be used.
@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import trio
 
-from peerd.core.errors import Refused
-from peerd.core.messages.run_link import METHOD, SERVICE, JoinLink, RunFileAsked, RunFileTold
+from peerd.core.errors import ConfigError, Refused, RemoteError
+from peerd.core.messages.run_link import DOMAIN, METHOD, SERVICE, JoinLink, RunFileAsked, RunFileTold, shared_run
+from peerd.core.run.runfile import RunFile
 from peerd.machine.rpc.declaration import Declaration, Shows
+from peerd.net.host.host import Host
 from peerd.service.peer_stack import PeerStack
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.rpc.types import Answer, Incoming
 
+SIGNATURE_FILE: Final = "run.signature"  # in the data directory
 _ANSWER_S: Final = 10.0  # for a file of some kilobytes
 DECLARED: Final = {
     METHOD: Declaration(
@@ -50,6 +54,25 @@ class RunOffer:
         if incoming.body.run != self._run:
             raise Refused("this backbone is of another run")
         return Answer(self._told())
+
+
+def own_signature(run: RunFile, file: bytes, host: Host, path: Path) -> bytes:
+    """The organizer's signature of `file`: made here, where this is its peer, else read from `path`.
+
+    Empty where the run has no organizer. ConfigError says why there is none, and what to do.
+    """
+    organizer = run.access.organizer
+    if not organizer:
+        return b""
+    if host.id.text == organizer:
+        return host.sign(DOMAIN + file)
+    try:
+        signature = bytes.fromhex(path.read_text("ascii").strip())
+        shared_run(RunFileTold(file, signature), run.run)
+    except (OSError, ValueError, RemoteError) as error:
+        advice = f"`peerd token sign RUN_FILE` on its machine makes one: save it as {path}"
+        raise ConfigError(f"no signature of the organizer for this run file ({error}); {advice}") from None
+    return signature
 
 
 async def fetch_file(stack: PeerStack, link: JoinLink, timeout_s: float) -> RunFileTold:

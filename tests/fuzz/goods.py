@@ -148,6 +148,7 @@ def state(service: str, root: bytes = bytes(32)) -> list[Good]:
         Good(f"{service}/manifest", StateRequest(MARK, 0, of)),
         Good(f"{service}/manifest", StateRequest(MARK, 0, Position(1, b"next"), 1)),
         Good(f"{service}/digests", StateDigests(MARK, root)),
+        *([Good(f"{service}/layout", StateRequest(MARK, 0))] if service == "state/1" else []),
         Good(f"{service}/piece", StatePiece(MARK, root, 0)),
         Good(f"{service}/release", StateRelease(MARK, root)),
     ]

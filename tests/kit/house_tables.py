@@ -20,7 +20,10 @@ LAYERS = {
     "config": {"core", "contents", "typed_yaml"},
     "role": {"core", "net", "service", "log"},
     "training": {"core", "machine", "service", "compute", "home", "role", "log", "signals"},
-    "library": {"core", "net", "compute", "control", "training", "config", "daemon", "home", "launch", "log", "role"},
+    "library": {
+        *("core", "net", "compute", "control", "training", "config", "daemon", "home", "launch", "log", "role"),
+        "typed_yaml",
+    },
     "registry": {"core", "local_code", "log", "role"},
     "control": {"core", "machine", "net", "service", "home", "log"},
     "commands": {

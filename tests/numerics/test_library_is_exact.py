@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import peerd
 from peerd.compute.model.user_model import UserModel
 from peerd.core.messages.swarm import Mb
 from tests.kit.amount import some
@@ -26,6 +27,8 @@ MICROBATCH, TARGET = 4, 32
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "lamb": lambda p: peerd.Lamb(p, lr=0.01, weight_decay=0.01),
+    "lars": lambda p: peerd.Lars(p, lr=0.01, trust=0.1),
 }
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket]
@@ -74,7 +77,9 @@ class Books:
         monkeypatch.setattr(UserModel, "add", noting_add)
         monkeypatch.setattr(UserModel, "commit", noting_commit)
 
-    def plain(self, make: Callable[[Any], torch.optim.Optimizer], scheduler: Any = None) -> nn.Module:
+    def plain(
+        self, make: Callable[[Any], torch.optim.Optimizer], scheduler: Any = None, clip_norm: float = 0.0
+    ) -> nn.Module:
         """The same steps in one loop; the learning rate by `scheduler`, or by `lr`."""
         model = network(0)
         with torch.no_grad():
@@ -88,6 +93,8 @@ class Books:
                 optimizer.param_groups[0]["lr"] = lr(step)
             optimizer.zero_grad()
             loss_of(model, torch.cat([x for _, x in sorted(self.batches[step].items())])).backward()
+            if clip_norm:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             optimizer.step()
             if follows is not None:
                 follows.step()
@@ -113,8 +120,13 @@ class User(UserLoop):
         amounts = {"target_samples": TARGET, "samples_per_step": MICROBATCH}
         super().__init__(make(self.model.parameters()), STEPS, run="exact", **amounts, **rate, **more)
 
+    def rows(self) -> int:
+        """Samples of the next microbatch."""
+        return MICROBATCH
+
     def backward(self) -> None:
-        x = torch.randn(MICROBATCH, 6, dtype=torch.float64, generator=self._data)
+        self.samples = self.rows()
+        x = torch.randn(self.samples, 6, dtype=torch.float64, generator=self._data)
         self._books.current[self.opt._model] = x
         self._books.of[self.opt._model] = [p.detach().clone() for p in self.model.parameters()]
         loss_of(self.model, x).backward()
@@ -153,12 +165,29 @@ def check(books: Books, users: list[User], make: Callable[[Any], torch.optim.Opt
             assert float((user.state[name] - value).norm() / value.norm()) <= 1e-10, name
 
 
-@pytest.mark.parametrize("name", some([*OPTIMIZERS], 1))
+@pytest.mark.parametrize("name", some([*OPTIMIZERS], 2))
 def test_three_loops_train_like_one(name: str, books: Books) -> None:
     make = OPTIMIZERS[name]
     first = User(1, make, books, min_peers=3)
     others = [User(number, make, books, min_peers=3, bootstrap=first.address()) for number in (2, 3)]
     check(books, [first, *others], make)
+
+
+class ShortOfSamples(User):
+    """Its microbatches have one sample to all of them, as the last ones of an epoch."""
+
+    def rows(self) -> int:
+        return int(torch.randint(1, MICROBATCH + 1, (1,), generator=self._data))
+
+
+def test_microbatches_of_fewer_samples_and_a_clipped_mean_are_one_process_with_the_same_samples(books: Books) -> None:
+    make = OPTIMIZERS["adamw"]
+    first = ShortOfSamples(1, make, books, min_peers=2, clip_norm=0.05)
+    second = ShortOfSamples(2, make, books, min_peers=2, clip_norm=0.05, bootstrap=first.address())
+    check_that_they_agree(books, [first, second])
+    assert len({len(x) for batch in books.batches.values() for x in batch.values()}) > 1
+    for name, value in books.plain(make, clip_norm=0.05).state_dict().items():
+        assert float((first.state[name] - value).norm() / value.norm()) <= 1e-10, name
 
 
 @pytest.mark.parametrize("name", some([*OPTIMIZERS], 1))

@@ -33,12 +33,14 @@ class RunNeeds:
     @property
     def holds_model(self) -> bool:
         """True when a stage, or the whole model, is computed here."""
+        if self.run.loop is not None:  # a program of the user's, which this is not
+            return False
         whole = "trainer" in self.roles and self.run.pipeline.stages == 1
         return not self.roles or "stage" in self.roles or whole
 
     @property
     def reads_text(self) -> bool:
-        return not self.roles or "trainer" in self.roles
+        return self.run.loop is None and (not self.roles or "trainer" in self.roles)
 
 
 def run_checks(needs: RunNeeds) -> Iterator[CheckResult]:
@@ -58,7 +60,7 @@ def run_checks(needs: RunNeeds) -> Iterator[CheckResult]:
         yield from _text(needs.run)
     if needs.holds_model:
         yield from _model(needs)
-    if "backbone" in needs.roles:
+    if "backbone" in needs.roles and needs.run.loop is None:
         yield _room_to_keep(needs)
 
 

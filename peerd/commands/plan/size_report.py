@@ -33,9 +33,12 @@ def size_view(run: RunFile, sizes: Sequence[StageSize], speed: float) -> Rendera
     sent = f"{size(boundary_bytes(run))} a microbatch over each boundary, and as many back ({_code(run)})"
     parts.append(Text(sent if run.pipeline.stages > 1 else "one stage: no activations travel"))
     if not sizes:
-        unknown = (
-            f"parameters, work and memory: only the code of {run.model.kind} knows; see: peerd doctor --model FILE"
+        knows = (
+            f"only the code of {run.model.kind} knows; see: peerd doctor --model FILE"
+            if run.loop is None
+            else f"in the users' own loops: {run.loop.model}"
         )
+        unknown = f"parameters, work and memory: {knows}"
         return Group(*parts, Text(unknown, "yellow"))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for head in ("stage", "layers", "parameters", "FLOPs", "averages", "memory", f"line at {_tflops(speed)}"):

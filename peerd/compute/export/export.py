@@ -125,6 +125,14 @@ def readme_of(config: ExportConfig, out: Path) -> str:
 
         With peerd, beside that code and the run file: `peerd generate --from {out.name} --model run.yaml "a prompt"`.
         """
+    loop = f"""\
+        The model is that of users' own loops, and its code is not in this folder. `model.safetensors` has its
+        parameters and buffers by their names there:
+
+        ```python
+        model.load_state_dict(safetensors.torch.load_file("{out.name}/model.safetensors"))
+        ```
+        """
     mixture = f" and `{EXPERTS_CODE}`" if config.experts is not None else ""
     gpt = f"""\
         * `model.safetensors`: the weights; `config.json`: their shape
@@ -138,11 +146,13 @@ def readme_of(config: ExportConfig, out: Path) -> str:
 
         Tokens: {"bytes" if config.tokenizer == "bytes" else "those of `tokenizer.json` (pip install tokenizers)"}.
         """
-    return textwrap.dedent(head) + textwrap.dedent(gpt if config.kind == "gpt" else own)
+    return textwrap.dedent(head) + textwrap.dedent({"gpt": gpt, "loop": loop}.get(config.kind, own))
 
 
 def need_gpt_or_run(config: ExportConfig, run: RunFile | None, folder: Path) -> None:
     """ConfigError when a model of one's own comes without the run file that names its code on this machine."""
+    if config.kind == "loop":
+        raise ConfigError(f"{folder} is a model of users' own loops, whose code peerd does not have: load it in yours")
     if config.kind != "gpt" and run is None:
         raise ConfigError(
             f"{folder} is a model of the run's own ({config.kind[:100]}); add --model FILE: the run file, where that "

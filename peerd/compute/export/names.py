@@ -2,7 +2,8 @@
 
 A gpt's `block3.attention.qkv.weight` becomes `blocks.3.attn.qkv.weight`; blocks whose weights are shared inside a
 stage are numbered from 0 and told apart by how often each is applied. Of a model of one's own `layer3.NAME` becomes
-`layers.3.NAME`: what `torch.nn.ModuleDict({"layers": torch.nn.ModuleList(function(run))})` calls it.
+`layers.3.NAME`: what `torch.nn.ModuleDict({"layers": torch.nn.ModuleList(function(run))})` calls it. Users' own
+loops keep their names.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ def parameters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def plainly_named(run: RunFile, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors by their plain names; ConfigError for one that the run's model does not have."""
+    if run.loop is not None:
+        return dict(tensors)
     if run.model.kind != "gpt":
         return {re.sub(r"^layer(\d+)\.", r"layers.\1.", name): tensor for name, tensor in tensors.items()}
     numbers = {start: index for index, start in enumerate(blocks_of(run).starts)}

@@ -8,6 +8,8 @@ vectors adapt and decay like matrices, and LAMB corrects both moments' bias. Onl
 formula divides by it or never leaves it, the trust ratio is 1 instead. Making an optimizer changes nothing: state
 starts at zero and no step is run for it.
 
+`peerd.Lamb` and `peerd.Lars` compute with the same functions, one tensor at a time.
+
 With `offload` the moments live on the CPU and the update is computed there, whatever device the parameters are on:
 the device keeps two copies of the parameters less, and every peer gets the bits that a CPU gives. On the CPU it
 changes nothing.
@@ -81,43 +83,72 @@ class Optimizer:
     def _adamw(self, parameters: Tensor, gradient: Tensor, lr: float, count: int) -> None:
         """Loshchilov & Hutter 2019, in torch's order of operations."""
         section = self._section
-        mean, root = self._moments(gradient, count)
+        mean, root = adaptive_moments(self._moment_pair, gradient, (section.beta1, section.beta2), section.eps, count)
         parameters.mul_(1.0 - lr * section.weight_decay)
         parameters.addcdiv_(mean, root, value=-lr / (1.0 - section.beta1**count))
 
     def _lamb(self, parameters: Tensor, gradient: Tensor, lr: float, count: int) -> None:
-        """You et al. 2020, algorithm 2, phi the identity: each tensor moves by `lr` of its own norm."""
-        section = self._section
-        mean, root = self._moments(gradient, count)
-        update = torch.div(mean, root, out=root).div_(1.0 - section.beta1**count)
-        update.add_(parameters, alpha=section.weight_decay)
+        section, moments = self._section, self._moment_pair
+        betas, decay = (section.beta1, section.beta2), section.weight_decay
+        update = lamb_update(parameters, gradient, moments, betas, section.eps, decay, count)
         for weight, change in zip(self._layout.views(parameters), self._layout.views(update), strict=True):
-            weight.add_(change, alpha=-lr * _trust(1.0, _norm(weight), _norm(change)))
+            lamb_move(weight, change, lr)
 
     def _lars(self, parameters: Tensor, gradient: Tensor, lr: float) -> None:
-        """You et al. 2017, algorithm 1: a rate for each tensor, by which its gradient enters the momentum.
-
-        A later change of the learning rate does not change what the momentum holds already, as torch's SGD would.
-        """
         section = self._section
         for weight, slope in zip(self._layout.views(parameters), self._layout.views(gradient), strict=True):
-            size = _norm(weight)
-            slope_size = _norm(slope) + section.weight_decay * size
-            slope.add_(weight, alpha=section.weight_decay)
-            slope.mul_(lr * _trust(section.trust, size, slope_size))
+            lars_scale(weight, slope, lr, section.weight_decay, section.trust)
         if section.momentum:
             gradient = self.moments["momentum"].mul_(section.momentum).add_(gradient)
         parameters.sub_(gradient)
 
-    def _moments(self, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Both moments moved on; the first as it is, and the root of the unbiased second plus eps."""
-        section = self._section
-        mean, square = self.moments["exp_avg"], self.moments["exp_avg_sq"]
-        root = torch.empty_like(square)  # now: where memory lacks, nothing has been changed yet
-        mean.lerp_(gradient, 1.0 - section.beta1)
-        square.mul_(section.beta2).addcmul_(gradient, gradient, value=1.0 - section.beta2)
-        torch.sqrt(square, out=root).div_(math.sqrt(1.0 - section.beta2**count)).add_(section.eps)
-        return mean, root
+    @property
+    def _moment_pair(self) -> tuple[Tensor, Tensor]:
+        return self.moments["exp_avg"], self.moments["exp_avg_sq"]
+
+
+def adaptive_moments(
+    moments: tuple[Tensor, Tensor], gradient: Tensor, betas: tuple[float, float], eps: float, count: int
+) -> tuple[Tensor, Tensor]:
+    """Update both moments; returns the first one, and the root of the unbiased second one plus eps."""
+    (mean, square), (beta1, beta2) = moments, betas
+    root = torch.empty_like(square)  # now: where memory lacks, nothing has been changed yet
+    mean.lerp_(gradient, 1.0 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
+    torch.sqrt(square, out=root).div_(math.sqrt(1.0 - beta2**count)).add_(eps)
+    return mean, root
+
+
+def lamb_update(
+    parameters: Tensor,
+    gradient: Tensor,
+    moments: tuple[Tensor, Tensor],
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    count: int,
+) -> Tensor:
+    """Direction of a step of LAMB (You et al. 2020, algorithm 2), with decay; `count`: of this step, from 1."""
+    mean, root = adaptive_moments(moments, gradient, betas, eps, count)
+    update = torch.div(mean, root, out=root).div_(1.0 - betas[0] ** count)
+    return update.add_(parameters, alpha=weight_decay)
+
+
+def lamb_move(weight: Tensor, update: Tensor, lr: float) -> None:
+    """Move one tensor along its update, by `lr` of the tensor's own norm; phi is the identity."""
+    weight.add_(update, alpha=-lr * _trust(1.0, _norm(weight), _norm(update)))
+
+
+def lars_scale(weight: Tensor, gradient: Tensor, lr: float, weight_decay: float, trust: float) -> None:
+    """Turn one tensor's gradient into what enters its momentum in LARS (You et al. 2017, algorithm 1), in place.
+
+    The tensor's own rate enters with it. A later change of the learning rate does not change what the momentum holds
+    already, as torch's SGD would.
+    """
+    size = _norm(weight)
+    gradient_size = _norm(gradient) + weight_decay * size
+    gradient.add_(weight, alpha=weight_decay)
+    gradient.mul_(lr * _trust(trust, size, gradient_size))
 
 
 def _norm(values: Tensor) -> float:

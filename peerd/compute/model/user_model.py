@@ -13,60 +13,33 @@ parameters meanwhile. Hostile input: a state of other names, shapes or dtypes, o
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import inspect
-from collections import OrderedDict
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import outcome
 import torch
 from torch import Tensor
 
+from peerd.compute.batch_tail import BatchTail
 from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import Layout
 from peerd.compute.model.grad_sums import Sums, to_make_again
 from peerd.compute.model.schedule import Made, Schedule
 from peerd.compute.model.served_stage import Stale, Vector, items_of
 from peerd.compute.model.shared_buffers import GradientNotFinite, Live, SharedBuffers
-from peerd.compute.tensors import TORCH_DTYPES, all_finite, dtype_name, state_digest
+from peerd.compute.optimizer_outline import DIMS, outline_of, plain
+from peerd.compute.tensors import all_finite, dtype_name, state_digest
 from peerd.core.errors import ConfigError
 from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import Mb, Position
 from peerd.core.run.runfile import AveragingSection
 
 _NAME_CHARS: Final = 400  # with the optimizer's key it must fit a manifest's 512
-_DIMS: Final = 8
 _TEXT_CHARS: Final = 1000
 _ANY_WAY: Final = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"}  # how, not what
-_NUMBERS: Final = {bool: torch.bool, int: torch.int64, float: torch.float64}
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """One thing that the optimizer keeps for one parameter."""
-
-    parameter: Tensor
-    key: str
-    kind: type  # Tensor, or a number's own type
-    dtype: torch.dtype
-    shape: torch.Size
-    device: torch.device
-
-    def tensor(self, value: object) -> Tensor:
-        """The value, or zeros where there is none yet, as a copy on the CPU."""
-        if isinstance(value, Tensor):
-            return value.detach().to("cpu", copy=True)
-        return torch.full(self.shape, value or 0, dtype=self.dtype)  # type: ignore[call-overload, no-any-return]
-
-    def value(self, tensor: Tensor) -> object:
-        """The inverse of `tensor`: a new value in the optimizer's own form."""
-        if self.kind is Tensor:
-            return tensor.detach().to(self.device, copy=True)
-        return self.kind(tensor.item())
 
 
 class UserModel:
@@ -84,12 +57,19 @@ class UserModel:
         *,
         scheduler: Made | None = None,
         buffers: tuple[Live, str] = (dict, "average"),
+        microbatch: int = 1,
+        clip_norm: float = 0.0,
     ) -> None:
         """`named` gives every parameter of the optimizer a name; ConfigError says what cannot be averaged.
 
         `averaging`: of the run, whose codes may keep something from step to step. `buffers`: the model's, and how they
-        are kept.
+        are kept. `microbatch`: samples of a whole one. `clip_norm`: the most that the norm of the whole mean may be; 0:
+        anything.
         """
+        if scheduler is not None and lr is not None:
+            raise ConfigError("scheduler and lr are both given; one of them sets the learning rate")
+        if not 0 <= clip_norm < math.inf:
+            raise ConfigError(f"clip_norm is {clip_norm}; it must be a number above 0, or 0: no clipping")
         self.step = 0
         self.failure: BaseException | None = None
         self._optimizer = optimizer
@@ -106,10 +86,13 @@ class UserModel:
         self._sums = Sums(self.layout, 1 + self._ahead, self.dtype, device)
         self._held: dict[Mb, None] = {}
         self._early: dict[Mb, None] = {}
-        self._outline = _outline(optimizer, self._named)
+        self._outline = outline_of(optimizer, self._named)
         averaging = averaging or AveragingSection()
         self.buffers = SharedBuffers(*buffers, averaging, self.dtype, 1 + self._ahead)
-        names, shapes = tuple(self.buffers.shapes), tuple(self.buffers.shapes.values())
+        self._tail = BatchTail(len(self._named), microbatch, averaging, self.dtype, 1 + self._ahead)
+        self._clip_norm = clip_norm
+        behind = self.buffers.shapes | self._tail.shapes
+        names, shapes = tuple(behind), tuple(behind.values())
         self._total = Layout(self.layout.names + names, self.layout.shapes + shapes)  # of what travels
         self.low_rank = low_rank_of(averaging, self._total, self.dtype, 0)
         self.schedule = Schedule(optimizer, scheduler) if scheduler is not None else None
@@ -145,12 +128,13 @@ class UserModel:
         names = {id(p): name for name, p in self._named.items()}
         groups = []
         for group in self._optimizer.param_groups:
-            settings = [f"{k}={_plain(v)}" for k, v in sorted(group.items()) if k not in without and k != "param_names"]
+            settings = [f"{k}={plain(v)}" for k, v in sorted(group.items()) if k not in without and k != "param_names"]
             members = (
                 "" if len(self._optimizer.param_groups) == 1 else ":" + "+".join(names[id(p)] for p in group["params"])
             )
             groups.append(f"{', '.join(settings)}{members}")
-        follows = f", {self.schedule.text}" if self.schedule is not None else ""
+        follows = f", clip_norm={self._clip_norm}" if self._clip_norm else ""
+        follows += f", {self.schedule.text}" if self.schedule is not None else ""
         return _bounded(f"{kind.__module__}.{kind.__qualname__}({'; '.join(groups)}){follows}")
 
     def digest(self) -> bytes:
@@ -170,6 +154,11 @@ class UserModel:
                     "step: give it as scheduler=lambda opt: StepLR(opt, 100), without calling its step()"
                 )
 
+    def begin_at(self, step: int) -> None:
+        """Go on from `step` of a run of before; before the first microbatch, and after `settings_changed`."""
+        self.step = step
+        self._follow_schedule()
+
     def settings_changed(self) -> None:
         """The user has loaded settings before the start; a schedule's are its own."""
         if self.schedule is not None:
@@ -179,7 +168,7 @@ class UserModel:
     def _settings_now(self) -> dict[str, str]:
         groups = enumerate(self._optimizer.param_groups)
         return {
-            f"{key} of the optimizer's group {index}": _plain(value)
+            f"{key} of the optimizer's group {index}": plain(value)
             for index, group in groups
             for key, value in group.items()
             if key not in _ANY_WAY and key != "param_names"
@@ -192,8 +181,9 @@ class UserModel:
         found = [p.grad for p in self._parameters]
         if all(gradient is None for gradient in found):
             raise ConfigError("no parameter has a gradient: call loss.backward() before step()")
-        if any(gradient is not None and gradient.layout != torch.strided for gradient in found):
-            raise ConfigError("sparse gradients cannot be averaged")
+        for name, gradient in zip(self._named, found, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise ConfigError(f"the gradient of {name} is sparse: only dense ones can be averaged (sparse=False)")
         return found
 
     def check_finite(self, gradients: Sequence[Tensor | None]) -> None:
@@ -222,6 +212,7 @@ class UserModel:
             return False
         self._sums.add(gradients, samples, ahead)
         self.buffers.note(ahead, samples)
+        self._tail.note(ahead, gradients, samples)
         book[mb] = None
         return True
 
@@ -252,30 +243,39 @@ class UserModel:
         self._held.clear()
         self._sums.clear(0)
         self.buffers.clear(0)
+        self._tail.clear(0)
 
     def vector(self, leads: bool = True) -> Vector:
-        """A copy of the sum of the step under way, flat, and what of the buffers travels with it."""
-        due: Vector = self._sums.due.to("cpu", copy=True).numpy()
-        return np.concatenate([due, self.buffers.part(leads)]) if self.buffers.shared else due
+        """A copy of the sum of the step under way, flat, with what travels behind it: of buffers, and the tail."""
+        whole = torch.empty(self._total.count, dtype=self.dtype)
+        whole[: self.layout.count].copy_(self._sums.due)
+        buffers = [self.buffers.part(leads)] if self.buffers.shared else []
+        vector: Vector = whole.numpy()
+        np.concatenate([*buffers, self._tail.part()], out=vector[self.layout.count :])
+        return vector
 
     def vector_outline(self) -> TensorSpec:
         """Dtype and shape of what `vector` gives, without copying anything."""
         return TensorSpec("total", dtype_name(self.dtype), (self._total.count,))
 
     def commit(self, step: int, total: Vector, samples: int) -> None:
-        """Step the optimizer with `total / samples`; what was held is counted, what was early is held now.
+        """Step the optimizer with the mean over `samples`, fewer where microbatches were short; count what was held.
 
-        ConfigError when the optimizer, or the user's learning rate, raises; then the parameters cannot be trusted.
+        What was early is held now. ConfigError when the optimizer, or the user's learning rate, raises; then the
+        parameters cannot be trusted.
         """
         self._at(step)
-        mean = torch.from_numpy(total) / samples
-        if mean.dtype != self.dtype or mean.shape != (self._total.count,) or not all_finite(mean):
-            raise ValueError("the mean gradient does not fit, or is not finite")
-        views, count = self._total.views(mean), len(self._parameters)
-        self._run_theirs(lambda: self._apply(views[:count]))
+        sums = torch.from_numpy(total)
+        if sums.dtype != self.dtype or sums.shape != (self._total.count,) or not all_finite(sums):
+            raise ValueError("the sum of gradients does not fit, or is not finite")
+        views, count = self._total.views(sums), len(self._parameters)
+        present, samples = self._tail.read(views, samples)
+        means = [view / samples if here or view.any() else None for here, view in zip(present, views, strict=False)]
+        self._run_theirs(lambda: self._apply(means))
         self.step += 1
         self._sums.step()
-        self.buffers.step(views[count:])
+        self.buffers.step(views[count : count + len(self.buffers.shapes)])
+        self._tail.step()
         self._held, self._early = self._early, {}
         self._follow_schedule()
 
@@ -293,7 +293,7 @@ class UserModel:
             self._run_theirs(lambda: schedule.go_to(self.step))
         self._settings = self._settings_now()
 
-    def _apply(self, means: list[Tensor]) -> None:
+    def _apply(self, means: Sequence[Tensor | None]) -> None:
         if self._lr is not None:
             rate = float(self._lr(self.step))
             for group in self._optimizer.param_groups:
@@ -304,7 +304,9 @@ class UserModel:
         users = [p.grad for p in self._parameters]
         try:
             for parameter, mean in zip(self._parameters, means, strict=True):
-                parameter.grad = mean.to(parameter.device, parameter.dtype)
+                parameter.grad = mean.to(parameter.device, parameter.dtype) if mean is not None else None
+            if self._clip_norm:
+                torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
             self._optimizer.step()
             self._wait_for_devices()
         finally:
@@ -318,6 +320,8 @@ class UserModel:
 
     def _forget(self) -> None:
         self._sums.clear_all()
+        for ahead in range(1 + self._ahead):
+            self._tail.clear(ahead)
         self._held.clear()
         self._early.clear()
 
@@ -408,7 +412,7 @@ def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]
             raise ConfigError(
                 f"two parameters are named {name!r}" if name in found else f"a name has {len(name)} characters"
             )
-        if not parameter.is_floating_point() or parameter.layout != torch.strided or parameter.ndim > _DIMS:
+        if not parameter.is_floating_point() or parameter.layout != torch.strided or parameter.ndim > DIMS:
             raise ConfigError(
                 f"parameter {name} cannot be averaged: {list(parameter.shape)} {dtype_name(parameter.dtype)}"
             )
@@ -416,59 +420,6 @@ def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]
     if not sum(p.numel() for p in parameters):
         raise ConfigError("the optimizer has no parameters")
     return found
-
-
-def _outline(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> dict[str, _Kept]:
-    """State that the optimizer keeps after a step, learnt with copies of everything: the real ones are only read."""
-    kind = type(optimizer)
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(f"{kind.__name__} needs a closure, so it cannot step with an average")
-    copies = {name: p.detach().clone().requires_grad_() for name, p in named.items()}
-    memo: dict[int, Any] = {id(p): copies[name] for name, p in named.items()}
-    rehearsal = object.__new__(kind)
-    for attribute, value in vars(
-        optimizer
-    ).items():  # not `step`: schedulers put one there that is bound to the real one
-        if attribute.endswith("hooks"):
-            vars(rehearsal)[attribute] = OrderedDict()
-        elif attribute != "step":
-            vars(rehearsal)[attribute] = copy.deepcopy(value, memo)
-    before = _counters(rehearsal)
-    for parameter in copies.values():
-        parameter.grad = torch.zeros_like(parameter)
-    kind.step(rehearsal)
-    changed = sorted(key for key, value in _counters(rehearsal).items() if before.get(key) != value)
-    if changed:
-        raise ConfigError(
-            f"{kind.__name__} keeps {changed[0]} outside of its parameters' state: newcomers could not get it"
-        )
-    outline: dict[str, _Kept] = {}
-    for name, parameter in copies.items():
-        for key, value in sorted(rehearsal.state.get(parameter, {}).items()):
-            if value is not None:
-                outline[f"opt/{name}/{key}"] = _kept(kind.__name__, named[name], key, value)
-    return outline
-
-
-def _kept(optimizer: str, parameter: Tensor, key: str, value: object) -> _Kept:
-    if isinstance(value, Tensor) and dtype_name(value.dtype) in TORCH_DTYPES and value.ndim <= _DIMS:
-        return _Kept(parameter, key, Tensor, value.dtype, value.shape, value.device)
-    if type(value) in _NUMBERS:
-        return _Kept(parameter, key, type(value), _NUMBERS[type(value)], torch.Size(), torch.device("cpu"))
-    raise ConfigError(f"{optimizer} keeps {key} as {type(value).__name__}: only tensors and numbers can travel")
-
-
-def _counters(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Numbers that an optimizer keeps for itself, not for a parameter."""
-    own = {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
-    for index, group in enumerate(optimizer.param_groups):
-        own |= {f"group {index}'s {k}": _plain(v) for k, v in group.items() if k != "params"}
-    return own
-
-
-def _plain(value: object) -> str:
-    return repr(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
 
 
 def _bounded(text: str) -> str:

@@ -4,25 +4,29 @@ The tensors lie one after another in the order given, each at a multiple of STAT
 the row is cut into pieces of STATE_PIECE_BYTES. Each piece has a SHA-256; the root, a SHA-256 over position, layout
 and all digests, stands for the whole state: equal roots mean equal bits at the same position. Giver and receiver both
 know the layout from their own stage, so no names and shapes travel, and nothing that a peer says decides how much
-memory is taken. Nothing is parsed here.
+memory is taken. Only a keeper of users' own loops has no model of its own: its run file has the layout's digest, and
+`read_layout` reads the text of that digest. Hostile input: a text of another digest, or of a run file whose author
+wrote anything (ValueError).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from peerd.core.frame import DTYPES
-from peerd.core.limits import STATE_PIECE_BYTES
+from peerd.core.limits import STATE_PIECE_BYTES, STATE_PIECES
 from peerd.core.messages.swarm import Position
 
 STATE_ALIGN_BYTES: Final = 64
 DIGEST_BYTES: Final = 32
 _TAG: Final = b"peerd state 1\0"
+_SHAPE: Final = re.compile(r"\[(\d{1,15}(, \d{1,15}){0,7})?\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,8 @@ class StateLayout:
         self.total_bytes = end
         self.pieces = -(-end // piece_bytes)
         text = "".join(f"{t.name}\0{t.dtype}\0{list(t.shape)}\0" for t in self.tensors)
-        self.digest = hashlib.sha256(text.encode()).digest()  # of names, dtypes and shapes
+        self.text = text.encode()  # names, dtypes and shapes, for those who do not know them
+        self.digest = hashlib.sha256(self.text).digest()
 
     def piece(self, number: int) -> tuple[int, int]:
         """Begin and end of piece `number` in the row."""
@@ -113,6 +118,26 @@ class StateLayout:
         lineage = position.lineage
         head = position.step.to_bytes(8, "big") + len(lineage).to_bytes(1, "big") + lineage
         return hashlib.sha256(_TAG + head + self.digest + digests).digest()
+
+
+def read_layout(text: bytes | bytearray | memoryview, digest: bytes) -> list[TensorSpec]:
+    """The tensors that `StateLayout.text` names; ValueError if it is not the text of this digest, or not valid."""
+    if hashlib.sha256(text).digest() != digest:
+        raise ValueError("the layout of the state has the wrong digest")
+    parts = bytes(text).decode().split("\0")
+    if parts.pop() or len(parts) % 3:
+        raise ValueError("the layout of the state is cut off")
+    specs = []
+    for name, dtype, shape in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        if dtype not in DTYPES or not _SHAPE.fullmatch(shape):
+            raise ValueError(f"the layout of the state has a tensor {dtype[:20]!r} {shape[:80]!r}")
+        specs.append(TensorSpec(name, dtype, tuple(int(part) for part in shape[1:-1].split(",") if part)))
+    names = [spec.name for spec in specs]
+    if not names or names != sorted(set(names)):
+        raise ValueError("the tensors of the layout are not sorted by name, each named once")
+    if sum(spec.nbytes for spec in specs) > STATE_PIECES * STATE_PIECE_BYTES:
+        raise ValueError("the layout is of a state that is larger than any that can be given")
+    return specs
 
 
 def piece_digest(data: bytes | bytearray | memoryview) -> bytes:

@@ -65,7 +65,8 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     named = not run.run or re.fullmatch(r"[A-Za-z0-9_-]([A-Za-z0-9 ._-]*[A-Za-z0-9_-])?", run.run) is not None
     allowed = "letters, digits, _ and -, and between them dots and spaces"  # it is a part of paths
     need(named, "run", f"is {_shown(run.run)}; allowed: {allowed}")
-    need(m.kind == "gpt" or ":" in m.kind, "model.kind", f"is {m.kind!r}; allowed: gpt, or module:function")
+    loop = m.kind == "loop" and run.loop is not None
+    need(loop or m.kind == "gpt" or ":" in m.kind, "model.kind", f"is {m.kind!r}; allowed: gpt, or module:function")
     need(1 <= m.d_model <= 65536, "model.d_model", f"is {m.d_model}; allowed: 1 to 65536")
     if m.kind == "gpt":  # a model of one's own has heads of its own, or none
         divides = m.heads >= 1 and m.d_model % max(m.heads, 1) == 0
@@ -104,8 +105,7 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     size = run.averaging.group_size
     need(size == 0 or size >= 3, "averaging.group_size", f"is {size}; allowed: 0 (chosen), or 3 and more")
     faults += _data_faults(run.data)
-    faults += experts_faults(run)
-    faults += plan_faults(run)
+    faults += experts_faults(run) + plan_faults(run) + _loop_faults(run)
     evaluate, checkpoint = run.evaluate, run.checkpoint
     need(evaluate.every_steps >= 0, "evaluate.every_steps", f"is {evaluate.every_steps}; must not be negative")
     need(1 <= evaluate.samples <= 1 << 20, "evaluate.samples", f"is {evaluate.samples}; allowed: 1 to 1048576")
@@ -155,6 +155,29 @@ def _coding_faults(path: str, code: str, block: int, dtype: str) -> list[tuple[s
     if code in CODES and dtype != "float32":
         message = f"is {code}, which is for float32, but model.dtype is {dtype}; allowed: none, bf16, fp16"
         faults.append((f"{path}.code", message + (", auto" if path == "pipeline.boundary" else "")))
+    return faults
+
+
+def _loop_faults(run: RunFile) -> list[tuple[str, str]]:
+    """Faults of a run of users' own loops, which has one stage and no experts."""
+    loop = run.loop
+    if loop is None:
+        return []
+    faults = [
+        (f"loop.{key}", "allowed: printable text")
+        for key in ("model", "optimizer")
+        if not (text := getattr(loop, key)) or not text.isprintable()
+    ]
+    if not _is_digest(loop.layout):
+        faults.append(("loop.layout", _NO_DIGEST))
+    if not 0 < loop.layout_bytes <= FRAME_BYTES:
+        faults.append(("loop.layout_bytes", f"is {loop.layout_bytes}; allowed: 1 to {FRAME_BYTES}"))
+    if run.model.kind != "loop":
+        faults.append(("model.kind", f"is {run.model.kind!r}, but the run has a section loop; allowed: loop"))
+    if run.pipeline.stages != 1:
+        faults.append(("pipeline.stages", f"is {run.pipeline.stages}; allowed with a section loop: 1"))
+    if run.experts is not None:
+        faults.append(("experts", "is given beside loop; allowed: one or the other"))
     return faults
 
 

@@ -44,6 +44,7 @@ class Rule(enum.Enum):
     DIGEST = "SHA-256 in hex, or a word"
     PEER = "a peer id, which names no address"
     FIELD = "the name of a field in a document"
+    SHOWN = "text that is compared and shown, and does nothing; `check` allows printable characters only"
     CODE = "built in, or a function of a file that the user allowed"
     TOKENIZER = "bytes, or the user's own file"
     PLAN = "peer ids and places among them, which `check` bounds"
@@ -54,6 +55,7 @@ _COUNT: Final = Between(0, LAST_STEP)
 _SCALE: Final = Between(0, 1e9)
 _SIZE: Final = Between(0, 1 << 20)
 _SECONDS: Final = Between(0, 86_400)
+_LAYOUT: Final = Between(0, 64 << 20)  # bytes of names and shapes: of a million tensors
 
 _SOURCE: Final[dict[str, Between | Rule]] = {
     "path": Rule.DATA,
@@ -112,6 +114,7 @@ _SECTIONS: Final[dict[str, dict[str, Between | Rule]]] = {
         **{"most_stale": Between(-1, LAST_STEP), "balance": _SCALE, "copies": Between(0, 16)},
         "checkpoint_updates": _COUNT,
     },
+    "loop": {"model": Rule.SHOWN, "optimizer": Rule.SHOWN, "layout": Rule.DIGEST, "layout_bytes": _LAYOUT},
     "experts.optimizer": {**_SCHEDULE, "warmup_updates": _COUNT, "total_updates": _COUNT},
     "limits": dict.fromkeys(
         (
@@ -192,7 +195,9 @@ def _fault(leaf: _Leaf, line: LineSection) -> str | None:
         return f"is {leaf.value!r:.200}; allowed in a run that is joined by a line: {rule.least:g} to {rule.most:g}"
     if rule is Rule.CODE:
         built_in = ("gpt",) if leaf.key == "model.kind" else ("ffn", "ffn1", "transformer")
-        return None if leaf.value in built_in else _code_fault(leaf.value, line, f"{', '.join(built_in)}, or ")
+        if leaf.value in built_in or (leaf.key, leaf.value) == ("model.kind", "loop"):  # which names no code
+            return None
+        return _code_fault(leaf.value, line, f"{', '.join(built_in)}, or ")
     if rule is Rule.TOKENIZER:
         if leaf.value == "bytes" or (line.tokenizer and leaf.value == line.tokenizer):
             return None

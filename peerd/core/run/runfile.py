@@ -26,7 +26,7 @@ class Section(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
 
 
 class ModelSection(Section, frozen=True):
-    kind: str = "gpt"  # "gpt", or module:function in a local file
+    kind: str = "gpt"  # "gpt", or module:function in a local file; "loop": the users' own, see `loop`
     vocab: str = "bytes"  # "bytes", or the path of a tokenizers JSON file
     d_model: int = 128
     heads: int = 4
@@ -153,6 +153,18 @@ class ExpertsSection(Section, frozen=True):
     copies: int = 2  # holders of each checkpoint besides the expert's own host
 
 
+class LoopSection(Section, frozen=True):
+    """A run of users' own loops (`peerd.AveragingOptimizer`): model, data and optimizer are theirs, and not named here.
+
+    `AveragingOptimizer.write_run_file` writes it, for helpers and backbones; nobody writes it by hand.
+    """
+
+    model: str  # parameters and buffers: names, shapes and dtypes
+    optimizer: str  # its class and settings, and the schedule
+    layout: str  # SHA-256 of the names, dtypes and shapes in a state, in hex; see core/messages/state
+    layout_bytes: int  # of these as text
+
+
 class SourceSection(Section, frozen=True):
     path: str  # glob of files; "stdlib": the sources of Python's standard library; http(s)://: a folder with an index
     # dataset: the path is module:function of a local file, which gives a torch IterableDataset.
@@ -264,6 +276,7 @@ class RunFile(Section, frozen=True):
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
     experts: ExpertsSection | None = None  # a run without them has none
+    loop: LoopSection | None = None  # of a run of users' own loops
     limits: LimitsSection = LimitsSection()
     access: AccessSection = AccessSection()
     plan: PlanSection | None = None  # read from pipeline.plan; published with the run file
@@ -303,6 +316,8 @@ def shared_text(run: RunFile) -> bytes:
     del shared["data"]["strict"]  # the samples are the same
     if "experts" in tree and tree["experts"] is not None:  # runs without experts keep the fingerprint that they had
         shared["experts"] = tree["experts"]
+    if run.loop is not None:  # likewise
+        shared["loop"] = tree["loop"]
     if run.access.allow != "open":  # an open run's fingerprint is that of the time before there were tokens
         shared["access"] = {"allow": run.access.allow, "organizer": run.access.organizer}
     return msgspec.json.encode(shared, order="sorted")

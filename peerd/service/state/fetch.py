@@ -28,9 +28,9 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.limits import STATE_PIECE_BYTES
+from peerd.core.limits import RPC_LEAST_BYTES_PER_S, STATE_PIECE_BYTES
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.state import DIGEST_BYTES, StateLayout, piece_digest
+from peerd.core.messages.state import DIGEST_BYTES, StateLayout, TensorSpec, piece_digest, read_layout
 from peerd.core.messages.swarm import Position, StateDigests, StateManifest, StatePiece, StateRelease, StateRequest
 from peerd.core.work import Worker
 from peerd.machine.state import download_events as dl
@@ -38,13 +38,14 @@ from peerd.machine.state.download import Download
 from peerd.machine.state.quorum import Claim
 from peerd.net.timer import Timer
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.state.serve import Methods
+from peerd.service.state.serve import LAYOUT, Methods
 
 log = logging.getLogger("peerd.service.state.fetch")
 
 Donors = Sequence[PeerId] | Callable[[], Sequence[PeerId]]
 _LOOK_S = 3.0  # how often to ask for more donors
 _RELEASE_S = 10.0  # later it would not help much: a copy that nobody asks for is let go then
+_LAYOUT_S = 30.0  # to name the tensors in a state, beside the bytes of their names
 _TELL_S = 10.0  # how often to say how far it is
 
 
@@ -316,6 +317,20 @@ class Fetching:
             if kinds == {kind}:
                 return kind(last.why, peer)
         return Unreachable(last.why, peer)
+
+
+async def fetch_layout(rpc: Rpc, donor: PeerId, request: StateRequest, wanted: tuple[bytes, int]) -> list[TensorSpec]:
+    """The tensors of a state, for a caller without a model; RemoteError if `donor` has none of that layout.
+
+    `wanted`: digest and length of the layout's text, as the run file has them.
+    """
+    digest, size = wanted
+    timeout_s = _LAYOUT_S + size / RPC_LEAST_BYTES_PER_S
+    answer = await rpc.call(donor, LAYOUT, request, Empty, timeout_s=timeout_s, reply_frame_bytes=size)
+    try:
+        return read_layout(_bytes_of(answer.frames, (size,), donor), digest)
+    except ValueError as error:
+        raise ProtocolViolation(str(error), donor) from None
 
 
 def _room(size: int, folder: Path | None) -> mmap.mmap:

@@ -40,7 +40,7 @@ from peerd.core.limits import (
     STATE_USERS,
 )
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.state import DIGEST_BYTES, StateItem, StateLayout, piece_digest
+from peerd.core.messages.state import DIGEST_BYTES, StateItem, StateLayout, TensorSpec, piece_digest
 from peerd.core.messages.swarm import Position, StateDigests, StateManifest, StatePiece, StateRelease, StateRequest
 from peerd.core.work import Worker
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
@@ -67,6 +67,7 @@ class Methods(NamedTuple):
 
 STATE = Methods("state/1/manifest", "state/1/digests", "state/1/piece", "state/1/release", ahead=1)
 KEPT = Methods("kept/1/manifest", "kept/1/digests", "kept/1/piece", "kept/1/release", ahead=0)
+LAYOUT: Final = "state/1/layout"  # the names, dtypes and shapes in a state, for keepers that have no model
 # A state and a total may be asked for at once. A copy of the state is kept for all callers together (STATE_COPIES).
 # Beside those that wait for a step (STATE_MEETING), strangers find places for questions that are answered at once.
 _SMALL: Final = Declaration(
@@ -83,7 +84,8 @@ DECLARED: Final = {
         (methods.piece, _PIECE),
         (methods.release, _SMALL),
     )
-}
+} | {LAYOUT: _SMALL}
+Outline = Callable[[], Awaitable[list[TensorSpec]]]
 Reached = Callable[[int], Awaitable[None]]
 Freeze = Callable[[], Awaitable[tuple[Position, list[StateItem]]]]
 Named = Callable[[Position], Awaitable[tuple[Position, list[StateItem]] | None]]
@@ -187,6 +189,7 @@ class _Offer:
     freeze: Freeze | None = None
     standing: Callable[[], Position] | None = None
     reached: Reached | None = None
+    outline: Outline | None = None
     named: Named | None = None
     frozen: _Shelf = field(default_factory=lambda: _Shelf(STATE_COPIES))
     by_name: _Shelf = field(default_factory=lambda: _Shelf(STATE_NAMED_COPIES))
@@ -207,6 +210,8 @@ class Giving:
         rpc.serve(methods.manifest, StateRequest, self._give_manifest, declared=DECLARED[methods.manifest])
         rpc.serve(methods.digests, StateDigests, self._give_digests, declared=DECLARED[methods.digests])
         rpc.serve(methods.piece, StatePiece, self._give_piece, declared=DECLARED[methods.piece])
+        if methods is STATE:
+            rpc.serve(LAYOUT, StateRequest, self._give_layout, declared=DECLARED[LAYOUT])
         rpc.serve(methods.release, StateRelease, self._release, declared=DECLARED[methods.release])
 
     def offer(
@@ -217,14 +222,16 @@ class Giving:
         worker: Worker,
         standing: Callable[[], Position],
         reached: Reached,
+        outline: Outline | None = None,
     ) -> None:
         """From now on give the state that `freeze` returns.
 
         It is called once for each position that `standing` tells and somebody asks for. `reached` waits for a step.
+        `outline` gives the tensors without their values.
         `worker` hashes: best one that computes nothing else.
         """
         offer = self._offers.setdefault(stage, _Offer(fingerprint, worker))
-        offer.freeze, offer.standing, offer.reached = freeze, standing, reached
+        offer.freeze, offer.standing, offer.reached, offer.outline = freeze, standing, reached, outline
 
     def offer_named(self, fingerprint: bytes, stage: int, named: Named, worker: Worker) -> None:
         """From now on give also what `named` has for a position; what it returns must never change."""
@@ -292,6 +299,13 @@ class Giving:
     async def _give_digests(self, call: Incoming[StateDigests]) -> Answer[Empty]:
         copy = self._copy(call)
         return Answer(Empty(), (TensorFrame("uint8", (copy.layout.pieces, DIGEST_BYTES), copy.digests),))
+
+    async def _give_layout(self, call: Incoming[StateRequest]) -> Answer[Empty]:
+        offer = self._offers.get(call.body.stage)
+        if offer is None or offer.fingerprint != call.body.run or offer.outline is None:
+            raise Refused("this peer does not give the state of that stage")
+        text = StateLayout(await offer.outline()).text
+        return Answer(Empty(), (TensorFrame("uint8", (len(text),), text),))
 
     async def _give_piece(self, call: Incoming[StatePiece]) -> Answer[Empty]:
         copy = self._copy(call)

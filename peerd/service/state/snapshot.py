@@ -25,7 +25,7 @@ from peerd.core.messages.state import StateItem, StateLayout, TensorSpec
 from peerd.core.messages.swarm import Position, StateRequest
 from peerd.core.work import Worker
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.state.fetch import BegunDownload, Donors, Fetching, FetchPlan, FetchReport
+from peerd.service.state.fetch import BegunDownload, Donors, Fetching, FetchPlan, FetchReport, fetch_layout
 from peerd.service.state.serve import KEPT, STATE, Freeze, Giving, Methods
 
 __all__ = ["KEPT", "Donors", "FetchReport", "Fetcher", "Freeze", "Giving", "Snapshots", "StateItem"]
@@ -85,6 +85,10 @@ class Fetcher:
             self.notes(fetching.report.text())
             parts = zip(layout.tensors, layout.views(begun.row), strict=True)
             return begun.claim.position, [StateItem(t.name, t.dtype, t.shape, view) for t, view in parts]
+
+    async def layout(self, donor: PeerId, request: StateRequest, wanted: tuple[bytes, int]) -> list[TensorSpec]:
+        """See `fetch_layout`."""
+        return await fetch_layout(self._rpc, donor, request, wanted)
 
     def _take_kept(self, layout: StateLayout) -> BegunDownload | None:
         begun, self._begun = self._begun, None

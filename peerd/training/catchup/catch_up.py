@@ -151,7 +151,7 @@ class CatchingUp:
         """Give our state, and the totals of our last steps, to stage-mates from now on."""
         self._stage = stage
         joiner, run, giving = self._joiner, self._services.fingerprint, self._snapshots.giving
-        giving.offer(run, stage, self.freeze, self._coding, lambda: joiner.position, joiner.reached)
+        giving.offer(run, stage, self.freeze, self._coding, lambda: joiner.position, joiner.reached, self._outline)
         giving.offer_named(run, stage, self._total_after, self._coding)
 
     def withdraw(self) -> None:
@@ -165,6 +165,9 @@ class CatchingUp:
             run = self._services.run
             self._totals = Totals(spare_bytes(run, state_bytes), run.limits.keep_totals)
         self._totals.keep(before, leap)
+
+    async def _outline(self) -> list[TensorSpec]:
+        return await self._joiner.work(self._joiner.model.outline, "outline the state")
 
     async def freeze(self) -> tuple[Position, list[StateItem]]:
         """The donor's copy of its state, with the position it belongs to."""

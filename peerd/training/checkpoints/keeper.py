@@ -21,7 +21,7 @@ from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import Position, StateRequest
-from peerd.core.run.runfile import RunFile
+from peerd.core.run.runfile import LoopSection, RunFile
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import Giving, StateItem
@@ -119,7 +119,8 @@ class Keeping:
         return position
 
     async def _attempt(self, step: int, donors: Sequence[Sequence[PeerId]]) -> Position | None:
-        await self._outline()
+        if not await self._outline(donors):
+            return None
         for _ in range(_TRIES):
             found: dict[int, tuple[Position, dict[str, Tensor]]] = {}
             async with trio.open_nursery() as nursery:  # at once: so that they freeze the same position
@@ -136,12 +137,29 @@ class Keeping:
         )
         return None
 
-    async def _outline(self) -> None:
-        """Find the specs of each stage's state, from the run's own model, built and let go again, one at a time."""
+    async def _outline(self, donors: Sequence[Sequence[PeerId]]) -> bool:
+        """Find the specs of each stage's state, from the run's own model, built and let go again, one at a time.
+
+        A model of users' own loops is nowhere but in these: they name its tensors, and the run file has the digest.
+        """
         run = self._services.run
+        if run.loop is not None and not self._outlines:
+            return await self._ask_for_outline(run.loop, donors[0])
         for stage in range(len(self._outlines), len(self._savings)):
             outline = partial(_outline_of, run, stage)
             self._outlines.append(await self._files.run(outline, name="outline a stage"))
+        return True
+
+    async def _ask_for_outline(self, loop: LoopSection, peers: Sequence[PeerId]) -> bool:
+        wanted, request = (bytes.fromhex(loop.layout), loop.layout_bytes), StateRequest(self._services.fingerprint, 0)
+        for peer in peers:
+            try:
+                self._outlines.append(await self._fetchers[0].layout(peer, request, wanted))
+            except RemoteError as error:
+                self._ctx.log.event("checkpoint.not_kept", level="warning", stage=0, reason=str(error))
+            else:
+                return True
+        return False
 
     async def _fetch(
         self, stage: int, peers: Sequence[PeerId], found: dict[int, tuple[Position, dict[str, Tensor]]]
@@ -153,7 +171,7 @@ class Keeping:
             fetcher, expected = self._fetchers[stage], self._outlines[stage]
             position, items = await fetcher.fetch(list(peers), request, expected, self._files)
             found[stage] = position, await self._files.run(lambda: checked(position, items), name="check a state")
-        except (RemoteError, ValueError) as error:
+        except (RemoteError, ValueError, OSError, OverflowError) as error:  # the last two: no memory for such a state
             self._ctx.log.event("checkpoint.not_kept", level="warning", stage=stage, reason=str(error))
 
     async def _write(self, position: Position, states: dict[int, dict[str, Tensor]]) -> bool:

@@ -95,8 +95,7 @@ class Post:
         self._rounds.check(self.state.model)
         self.handover.room_bytes = room_for_activations(self._run)
         await self.state.return_to_checkpoint()
-        if self._own is None:
-            await self._store.open()
+        await self._store.open()
         self.session.since = self._ctx.clock.wall()
         first = self.stage == 0
         with self._services.calls.serving(self.stage, self._handlers()), self._services.proofs.serving():
@@ -133,9 +132,8 @@ class Post:
         nursery.start_soon(self.saving.run)
         nursery.start_soon(self.catching_up.run)
         nursery.start_soon(self._services.assembling().run, self.stage)
-        if self._own is None:  # no backbone keeps a user's checkpoints
-            nursery.start_soon(self._recalling.run, self.stage)
-            nursery.start_soon(self._store.run)
+        nursery.start_soon(self._recalling.run, self.stage)
+        nursery.start_soon(self._store.run)
         nursery.start_soon(self.session.run)
         nursery.start_soon(self.handover.run)
 

@@ -144,8 +144,6 @@ class PostState:
 
     async def return_to_checkpoint(self) -> None:
         """Go to the newest checkpoint of the post's own, if it has any."""
-        if self._own and not self._own.saves:
-            return
         await self._saving.open(self.stage)
         if self._saving.positions:
             await self.load_saved(self._saving.positions[-1])

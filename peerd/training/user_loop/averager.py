@@ -12,23 +12,27 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final
 
 import trio
 
 from peerd.compute.model.served_stage import Stale
 from peerd.compute.model.user_model import UserModel
+from peerd.core.errors import ConfigError
 from peerd.core.messages.progress import TrainerProgress
+from peerd.core.messages.run_link import RunFileTold, shared_file
 from peerd.core.messages.swarm import Mb, MemberInfo, TrainerAnswer
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
+from peerd.service.run_offer import SIGNATURE_FILE, RunOffer, own_signature
 from peerd.training.contributor import Contributor
 from peerd.training.stage.external_model import Own
 from peerd.training.stage.member import StageMember
 from peerd.training.stage.post import Post
-from peerd.training.user_loop.handoff import Desk, Gradients
+from peerd.training.user_loop.handoff import Desk, HandedIn
 
 _SETTINGS_S: Final = 3.0  # between two looks at others' settings before the first step
 
@@ -44,7 +48,6 @@ class UserPart:
 
     model: UserModel
     desk: Desk
-    samples: int  # of one microbatch
     min_peers: int  # that must be there before the first step
     saves: bool
     role: AveragerRole | None = None  # the one at work
@@ -54,6 +57,7 @@ class AveragerRole:
     """See the module's header. Each user gets a class of their own by `role_for`."""
 
     name: ClassVar[str] = "library"
+    acts_as: ClassVar[str] = "trainer"  # in a run with tokens
     needs_run: ClassVar[bool] = True
     part: ClassVar[UserPart]
 
@@ -62,7 +66,7 @@ class AveragerRole:
         part = self.part
         self._ctx, self._run = ctx, ctx.run
         self._model, self._desk = part.model, part.desk
-        self._samples, self._min_peers = part.samples, part.min_peers
+        self._samples, self._min_peers = ctx.run.pipeline.microbatch, part.min_peers
         assert ctx.services is not None
         self._services = ctx.services
         self._member = StageMember(ctx, Own(part.model, self._changing, part.saves))
@@ -79,13 +83,29 @@ class AveragerRole:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         self._desk.told = self._came_in
         self._rate = WorkRate(self._ctx.clock.now())
-        async with trio.open_nursery() as nursery:
-            await nursery.start(self._member.run)
-            nursery.start_soon(self._watch_settings)
-            nursery.start_soon(self._contributor.publish_now_and_then)
-            task_status.started()
-            await self._contributor.follow()
-            nursery.cancel_scope.cancel()
+        offer = await self._open_offer()
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self._member.run)
+                nursery.start_soon(self._watch_settings)
+                nursery.start_soon(self._contributor.publish_now_and_then)
+                task_status.started()
+                await self._contributor.follow()
+                nursery.cancel_scope.cancel()
+        finally:
+            offer.close()
+
+    async def _open_offer(self) -> RunOffer:
+        """Offer the run file to helpers and backbones that join by this peer's line."""
+        run, file, signature = self._run, shared_file(self._run), b""
+        path = self._ctx.data_dir.parent / SIGNATURE_FILE
+        try:
+            signature = await trio.to_thread.run_sync(own_signature, run, file, self._ctx.host, path)
+        except ConfigError as error:
+            self._ctx.log.event("run.unsigned", level="warning", reason=str(error))
+        offer = RunOffer(self._ctx.rpc, run.run, lambda: RunFileTold(file, signature))
+        offer.open()
+        return offer
 
     async def leave(self) -> None:
         """Give back microbatches that are not computed, let the step end that has a part of ours, say goodbye."""
@@ -155,9 +175,9 @@ class AveragerRole:
         """Let the user compute a gradient for microbatch `seq`, and count it."""
         mb = Mb(self._ctx.host.id.text, seq)
         while True:
-            async with self._desk.gradients(lambda: self._post.state.origins, step) as gradients:
+            async with self._desk.gradients(lambda: self._post.state.origins, step) as handed_in:
                 with trio.CancelScope(shield=True):  # the user must stay inside while their tensors are read
-                    added = await self._add(step, mb, gradients)
+                    added = await self._add(step, mb, handed_in)
             if added:
                 return [Holding(mb.trainer, self._post.receipt(step, mb))]
 
@@ -171,9 +191,10 @@ class AveragerRole:
         assert post is not None
         return post
 
-    async def _add(self, step: int, mb: Mb, gradients: Gradients) -> bool:
+    async def _add(self, step: int, mb: Mb, handed_in: HandedIn) -> bool:
+        add = partial(self._model.add, step, mb, handed_in.gradients, handed_in.samples)
         try:
-            added = await self._worker.run(lambda: self._model.add(step, mb, gradients, self._samples), name="add")
+            added = await self._worker.run(add, name="add")
         except Stale:
             self._desk.counts.late += 1
             return False

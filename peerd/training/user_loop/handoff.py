@@ -27,9 +27,12 @@ Gradients = list[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _HandedIn:
+class HandedIn:
+    """One gradient of the user's: the mean over `samples` samples."""
+
     gradients: Gradients
-    position: Position | None  # of the parameters that they were computed with
+    samples: int
+    position: Position | None  # of the parameters that it was computed with
 
 
 @dataclass(slots=True)
@@ -56,7 +59,7 @@ class Desk:
         self._stays = False
         self._changing = self._reading = False
         self._granted: Position | None = None
-        self._pending: _HandedIn | None = None
+        self._pending: HandedIn | None = None
         self._moved = Signal()
         self._turn = trio.Lock()
         self._leavers: list[threading.Event] = []
@@ -71,9 +74,9 @@ class Desk:
         """Wait until the user may compute; raises the failure that ended the loop."""
         self._bridge.wait()
 
-    def hand_in(self, gradients: Gradients) -> None:
-        """Come in with a gradient, wait until the next one may be computed."""
-        self._bridge.call(lambda: self._come_in(gradients))
+    def hand_in(self, gradients: Gradients, samples: int) -> None:
+        """Come in with a gradient, the mean over `samples` samples; wait until the next one may be computed."""
+        self._bridge.call(lambda: self._come_in(gradients, samples))
         self._bridge.wait()
 
     def come_to_stay(self) -> None:
@@ -100,7 +103,7 @@ class Desk:
         self._moved.notify()
 
     @asynccontextmanager
-    async def gradients(self, origins: Callable[[], list[Position]], step: int) -> AsyncIterator[Gradients]:
+    async def gradients(self, origins: Callable[[], list[Position]], step: int) -> AsyncIterator[HandedIn]:
         """A gradient computed with parameters that are good for `step`; the user stays inside until the block ends.
 
         `origins`: the parameters' position now, and then others that a gradient may be of. Waits for as long as they
@@ -115,14 +118,14 @@ class Desk:
                 self._reading = False
                 self._let_leave()
 
-    async def _fetch(self, origins: Callable[[], list[Position]], step: int) -> Gradients:
+    async def _fetch(self, origins: Callable[[], list[Position]], step: int) -> HandedIn:
         while True:
             good = [p for p in origins() if 0 <= step - p.step <= self._delay]
             here = origins()[0]
             if self._pending is not None:
                 found, self._pending = self._pending, None
                 if found.position in good:
-                    return found.gradients
+                    return found
                 self.counts.late += 1
             elif self._inside and not self._stays and not self._changing and here in good:
                 self._inside, self._granted = False, here
@@ -146,8 +149,8 @@ class Desk:
             self._let_leave()
             self.look_again()
 
-    def _come_in(self, gradients: Gradients) -> None:
-        self._pending = _HandedIn(gradients, self._granted)
+    def _come_in(self, gradients: Gradients, samples: int) -> None:
+        self._pending = HandedIn(gradients, samples, self._granted)
         self._inside, self._granted = True, None
         self.told()
         self.look_again()

@@ -16,22 +16,7 @@ from peerd.compute.model.shared_buffers import GradientNotFinite
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError
 from peerd.core.messages.swarm import Mb
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
-    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "adadelta": lambda p: torch.optim.Adadelta(p),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
-    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-}
+from tests.kit.user_models import OPTIMIZERS, fill, mean, module, total, user
 
 
 class Counting(torch.optim.SGD):
@@ -48,27 +33,6 @@ class Counting(torch.optim.SGD):
 def _warm() -> None:
     """The first optimizer of a process imports half of torch."""
     torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-
-
-def module(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
-
-
-def user(make: Callable[[Any], torch.optim.Optimizer], seed: int = 0, **more: Any) -> tuple[nn.Module, UserModel]:
-    m = module(seed)
-    return m, UserModel(make(m.parameters()), m.named_parameters(), **more)
-
-
-def mean(model: UserModel, number: int) -> np.ndarray[Any, Any]:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(model.layout.count, dtype=model.dtype, generator=generator).numpy()
-
-
-def fill(m: nn.Module, number: int) -> None:
-    generator = torch.Generator().manual_seed(number)
-    for p in m.parameters():
-        p.grad = torch.randn(p.shape, dtype=p.dtype, generator=generator)
 
 
 @pytest.mark.slow
@@ -161,7 +125,7 @@ def test_microbatches_count_once_weighted_by_their_samples() -> None:
     assert model.add(0, Mb("a", 2), model.gradients(), samples=4)
     second = first.clone()
     second[: next(m.parameters()).numel()] = 0
-    assert torch.equal(torch.from_numpy(model.vector()), 4 * first + 4 * second)
+    assert np.array_equal(model.vector(), total(model, 4 * first + 4 * second))
     assert model.held == [Mb("a", 1), Mb("a", 2)]
 
 
@@ -239,7 +203,7 @@ def test_the_learning_rate_follows_the_global_step() -> None:
     p = nn.Parameter(torch.zeros(1))
     model = UserModel(torch.optim.SGD([p], lr=7.0), lr=lr)
     for step in range(2):
-        model.commit(step, np.ones(1, dtype=np.float32), 1)
+        model.commit(step, total(model, torch.ones(1)), 1)
     assert seen == [0, 1]
     assert p.item() == pytest.approx(-0.75)
 
@@ -279,6 +243,7 @@ class KeepsElsewhere(Counting):
     ("make", "words"),
     [
         (lambda p: torch.optim.LBFGS(p), "needs a closure"),
+        (lambda p: torch.optim.SparseAdam(p), "SparseAdam cannot step with an average, which is dense: .*not support"),
         (lambda p: KeepsList(p, lr=0.1), "history as list"),
         (lambda p: KeepsElsewhere(p, lr=0.1), "group 0's k outside"),
         (lambda p: torch.optim.SGD([*p, nn.Parameter(torch.zeros(1))], lr=0.1), "not in named_parameters"),
@@ -351,7 +316,7 @@ def test_in_a_delayed_run_early_gradients_are_a_sum_of_their_own_and_the_next_on
         model.add(2, Mb("a", 3), second, 2)
     model.commit(0, mean(model, 3), 2)
     assert (model.held, model.early) == ([Mb("a", 2)], [])
-    assert np.array_equal(model.vector(), torch.cat([2 * p.grad.reshape(-1) for p in m.parameters()]).numpy())
+    assert np.array_equal(model.vector(), total(model, torch.cat([2 * p.grad.reshape(-1) for p in m.parameters()])))
     assert model.keep_only(1, [Mb("b", 9)]) == [Mb("b", 9)]
     model.add(1, Mb("a", 4), second, 2)
     assert model.keep_only(1, [Mb("a", 2)]) == [Mb("a", 2)]  # it cannot be taken apart: all is computed anew

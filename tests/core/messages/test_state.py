@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core.messages.state import DIGEST_BYTES, STATE_ALIGN_BYTES, StateLayout, TensorSpec, piece_digest
+from peerd.core.messages.state import (
+    DIGEST_BYTES,
+    STATE_ALIGN_BYTES,
+    StateLayout,
+    TensorSpec,
+    piece_digest,
+    read_layout,
+)
 from peerd.core.messages.swarm import Position
 
 sizes = st.lists(st.integers(0, 300), max_size=8)
@@ -66,3 +75,41 @@ def test_whatever_differs_gives_another_root() -> None:
 def test_an_unknown_dtype_is_an_error() -> None:
     with pytest.raises(KeyError):
         StateLayout([TensorSpec("t", "float8", (3,))])
+
+
+SPECS = [
+    TensorSpec("opt/0.weight/exp_avg", "float32", (3, 4)),
+    TensorSpec("param/0.weight", "float64", (3, 4)),
+    TensorSpec("present", "uint8", (1,)),
+    TensorSpec("step", "int64", ()),
+]
+
+
+def test_the_text_of_a_layout_is_read_back() -> None:
+    layout = StateLayout(SPECS)
+    assert read_layout(layout.text, layout.digest) == SPECS
+    assert StateLayout(read_layout(layout.text, layout.digest)).digest == layout.digest
+    with pytest.raises(ValueError, match="wrong digest"):
+        read_layout(layout.text, bytes(32))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"a\0float32\0[3]",
+        b"a\0float32\0[3]\0b\0",
+        b"a\0float33\0[3]\0",
+        b"a\0float32\0[3,4]\0",
+        b"a\0float32\0[-3]\0",
+        b"a\0float32\0[1, 1, 1, 1, 1, 1, 1, 1, 1]\0",
+        b"a\0float32\0(3)\0",
+        b"b\0float32\0[3]\0a\0float32\0[3]\0",
+        b"a\0float32\0[3]\0a\0float32\0[3]\0",
+        b"a\0float32\0[999999999999999]\0",
+        b"a\xff\0float32\0[3]\0",
+    ],
+)
+def test_a_text_that_is_no_layout_is_refused_though_its_digest_is_right(text: bytes) -> None:
+    with pytest.raises(ValueError):
+        read_layout(text, hashlib.sha256(text).digest())

@@ -37,6 +37,7 @@ class UserLoop(threading.Thread):
         """`settings`: those of the AveragingOptimizer."""
         super().__init__(daemon=True)
         self.steps = steps
+        self.samples: int | None = None  # of the microbatch under way; None: as many as were agreed on
         self.listening, self.at_work, self.half_way, self.goes_on = (threading.Event() for _ in range(4))
         if not pauses:
             self.goes_on.set()
@@ -65,7 +66,7 @@ class UserLoop(threading.Thread):
                     self.half_way.set()
                     assert self.goes_on.wait(WITHIN_S)
                 self.backward()
-                opt.step()
+                opt.step(samples=self.samples)
                 opt.zero_grad()
             self.end()
 
