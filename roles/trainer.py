@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -42,6 +43,7 @@ from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.load import Load
 from peerd.service.pipeline.relaying import Relaying
 from peerd.training.contributor import Contributor
+from peerd.training.moe.asynchronous_flights import AsynchronousFlights, FlightPlan, flights_of
 from peerd.training.moe.expert_flights import ExpertFlights
 from peerd.training.stage.member import StageMember
 
@@ -75,7 +77,7 @@ class TrainerRole:
         self._flights: ExpertFlights | None = None
         if self.replica is not None and ctx.run.experts is not None:
             calls = self._services.expert_calls(ctx.worker("coding"))
-            self._flights = ExpertFlights(ctx, self.replica, calls, calls.status)
+            self._flights = flights_of(ctx, self.replica, calls, calls.status)
         self._pipeline = self._flights or self._services.pipeline(self._books.grant_of, self._books.evaluation_grant)
         self._worker = ctx.worker("data")
         self._wanted = trio.Event()  # set when the books have too few samples waiting
@@ -126,7 +128,11 @@ class TrainerRole:
                 await nursery.start(self._services.experts.run)
             if not isinstance(self._pipeline, ExpertFlights):
                 nursery.start_soon(self._pipeline.run)
-            nursery.start_soon(self._feed, stream)
+            if isinstance(self._flights, AsynchronousFlights):
+                plan = FlightPlan(partial(self._take, stream), self._goes_on, self._contributor.tell)
+                nursery.start_soon(self._flights.fly, plan)
+            else:
+                nursery.start_soon(self._feed, stream)
             nursery.start_soon(self._contributor.publish_now_and_then)
             nursery.start_soon(self._tally.run)
             nursery.start_soon(self._compare_again)
@@ -167,7 +173,7 @@ class TrainerRole:
                 "valid_step": self._evaluated_step,
                 "samples_per_s": self._samples_per_s,
                 "tokens_per_s": self._samples_per_s * self._run.model.context,
-                "microbatches": self._contributor.counts(),
+                "microbatches": self._counts(),
                 "in_flight_why": self._in_flight_why(),
                 "retries": self._pipeline.retries,
                 "relayed_bytes": self._relaying.relayed_bytes if self._relaying is not None else 0,
@@ -177,6 +183,9 @@ class TrainerRole:
                 "waits_for": self._waits_for(),
             }
         )
+
+    def _counts(self) -> dict[str, int]:
+        return self._contributor.counts() | (self._flights.under_way() if self._flights is not None else {})
 
     @property
     def _samples_per_s(self) -> float:
@@ -239,28 +248,33 @@ class TrainerRole:
 
     async def _feed(self, stream: SampleStream) -> None:
         """Keep a few microbatches of samples ready."""
-        count = self._run.pipeline.microbatch
-
-        def take() -> tuple[Load, dict[str, Any]]:
-            samples = stream.take(count)
-            return self._load(samples, stream.origins), stream.position()
-
         while True:
             while len(self._books.waiting) < max(_AHEAD, self._contributor.in_flight()):
-                try:
-                    load, self._position = await self._worker.run(take, name="take samples")
-                except DataUnavailable as error:
-                    self._data_problem = str(error)
-                    self._ctx.log.event("data.unavailable", level="warning", reason=str(error))
-                    await trio.sleep(_DATA_RETRY_S)
-                    continue
-                self._data_problem = None
+                load = await self._take(stream)
                 short = not self._books.waiting  # the last report wished for less than it might have
                 self._books.waiting.append(load)
                 if short and len(self._books.open()) < self._contributor.in_flight():
                     self._contributor.tell()
             self._wanted = trio.Event()
             await self._wanted.wait()
+
+    async def _take(self, stream: SampleStream) -> Load:
+        """The next microbatch of the stream; waits while its data cannot be fetched."""
+
+        def take() -> tuple[Load, dict[str, Any]]:
+            samples = stream.take(self._run.pipeline.microbatch)
+            return self._load(samples, stream.origins), stream.position()
+
+        while True:
+            try:
+                load, self._position = await self._worker.run(take, name="take samples")
+            except DataUnavailable as error:
+                self._data_problem = str(error)
+                self._ctx.log.event("data.unavailable", level="warning", reason=str(error))
+                await trio.sleep(_DATA_RETRY_S)
+            else:
+                self._data_problem = None
+                return load
 
     # --- the work ---------------------------------------------------------------------------------------------
 
@@ -272,8 +286,12 @@ class TrainerRole:
         if not peers:
             return 0  # it still takes the state over: a microbatch with a place in the batch would hold the step up
         if self._flights is not None:
-            return wanted or self._flights.in_flight()
+            return self._flights.places_wanted()
         return wanted or max(_REPLICA_IN_FLIGHT, self._done_unheard())
+
+    def _goes_on(self) -> bool:
+        """True while microbatches may begin."""
+        return not self._contributor.leaving and not self._contributor.complete
 
     @property
     def _relaying(self) -> Relaying | None:
@@ -281,7 +299,9 @@ class TrainerRole:
         return self._pipeline.relaying if isinstance(self._pipeline, DirectPipeline) else None
 
     def _in_flight_why(self) -> str:
-        """The reason that no more microbatches are under way; empty for a replica."""
+        """The reason that no more microbatches are under way; empty for a replica without experts."""
+        if self._flights is not None:
+            return self._flights.in_flight_why
         if self._is_replica:
             return ""
         return LIMITED if self._run.limits.microbatches_in_flight else self._flow.why
@@ -312,7 +332,9 @@ class TrainerRole:
         return min(_DELAYED_IN_FLIGHT, self._run.batch.target_samples // self._run.pipeline.microbatch // 2)
 
     def refill(self, waiting: list[Load]) -> None:
-        """Wake `_feed`, which adds loads to `waiting`."""
+        """Wake `_feed`, which adds loads to `waiting`; or wish for places for gradients that are there."""
+        if self._flights is not None:
+            self._flights.offer(waiting, len(self._books.open()))
         self._wanted.set()
 
     async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
@@ -354,7 +376,10 @@ class TrainerRole:
         self._losses = {step: found for step, found in self._losses.items() if step == self._books.step}
         if losses:
             self._step_loss = sum(losses) / len(losses)
-        self._rate.stepped(self._ctx.clock.now(), len(losses) * self._run.pipeline.microbatch)
+        samples = len(losses) * self._run.pipeline.microbatch
+        if self._flights is not None:
+            samples = self._flights.samples_since(samples)
+        self._rate.stepped(self._ctx.clock.now(), samples)
         counted, self._counted = self._books.tally.counted - self._counted, self._books.tally.counted
         self._tally.add(samples=counted * self._run.pipeline.microbatch)
         self._ctx.log.event("trainer.stepped", level="debug", step=before, loss=self._step_loss)
