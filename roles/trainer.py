@@ -34,6 +34,7 @@ from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.load import Load
 from peerd.service.pipeline.relaying import Relaying
 from peerd.training.contributor import Contributor
+from peerd.training.moe.asynchronous_flights import AsynchronousFlights, FlightPlan, flights_of
 from peerd.training.moe.expert_flights import ExpertFlights
 from peerd.training.replica.final_state import FinalState
 from peerd.training.stage.member import StageMember
@@ -69,7 +70,7 @@ class TrainerRole:
         self._flights: ExpertFlights | None = None
         if self.replica is not None and ctx.run.experts is not None:
             calls = self._services.expert_calls(ctx.worker("coding"))
-            self._flights = ExpertFlights(ctx, self.replica, calls, calls.status)
+            self._flights = flights_of(ctx, self.replica, calls, calls.status)
         self._pipeline = self._flights or self._services.pipeline(self._books.grant_of, self._books.evaluation_grant)
         self._data = TrainerData(ctx)
         self._wanted = trio.Event()  # set when the books have too few samples waiting
@@ -117,7 +118,11 @@ class TrainerRole:
                 await nursery.start(self._services.experts.run)
             if not isinstance(self._pipeline, ExpertFlights):
                 nursery.start_soon(self._pipeline.run)
-            nursery.start_soon(self._feed)
+            if isinstance(self._flights, AsynchronousFlights):
+                plan = FlightPlan(self._data.take, self._goes_on, self._contributor.tell)
+                nursery.start_soon(self._flights.fly, plan)
+            else:
+                nursery.start_soon(self._feed)
             nursery.start_soon(self._contributor.publish_now_and_then)
             nursery.start_soon(self._tally.run)
             nursery.start_soon(self._compare_again if read_through else self._compare_late)
@@ -178,7 +183,7 @@ class TrainerRole:
                 "valid_step": self._evaluated_step,
                 "samples_per_s": self._samples_per_s,
                 "tokens_per_s": self._samples_per_s * self._run.model.context,
-                "microbatches": self._contributor.counts(),
+                "microbatches": self._counts(),
                 "in_flight_why": self._in_flight_why(),
                 "retries": self._pipeline.retries,
                 "relayed_bytes": self._relaying.relayed_bytes if self._relaying is not None else 0,
@@ -189,6 +194,9 @@ class TrainerRole:
                 "waits_for": self._waits_for(),
             }
         )
+
+    def _counts(self) -> dict[str, int]:
+        return self._contributor.counts() | (self._flights.under_way() if self._flights is not None else {})
 
     @property
     def _samples_per_s(self) -> float:
@@ -225,8 +233,12 @@ class TrainerRole:
         if not peers:
             return 0  # it still takes the state over: a microbatch with a place in the batch would hold the step up
         if self._flights is not None:
-            return wanted or self._flights.in_flight()
+            return self._flights.places_wanted()
         return wanted or max(_REPLICA_IN_FLIGHT, self._done_unheard())
+
+    def _goes_on(self) -> bool:
+        """True while microbatches may begin."""
+        return not self._contributor.leaving and not self._contributor.complete
 
     @property
     def _relaying(self) -> Relaying | None:
@@ -234,7 +246,9 @@ class TrainerRole:
         return self._pipeline.relaying if isinstance(self._pipeline, DirectPipeline) else None
 
     def _in_flight_why(self) -> str:
-        """The reason that no more microbatches are under way; empty for a replica."""
+        """The reason that no more microbatches are under way; empty for a replica without experts."""
+        if self._flights is not None:
+            return self._flights.in_flight_why
         if self._is_replica:
             return ""
         return LIMITED if self._run.limits.microbatches_in_flight else self._flow.why
@@ -265,7 +279,9 @@ class TrainerRole:
         return min(_DELAYED_IN_FLIGHT, self._run.batch.target_samples // self._run.pipeline.microbatch // 2)
 
     def refill(self, waiting: list[Load]) -> None:
-        """Wake `_feed`, which adds loads to `waiting`."""
+        """Wake `_feed`, which adds loads to `waiting`; or wish for places for gradients that are there."""
+        if self._flights is not None:
+            self._flights.offer(waiting, len(self._books.open()))
         self._wanted.set()
 
     async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
@@ -307,7 +323,10 @@ class TrainerRole:
         self._losses = {step: found for step, found in self._losses.items() if step == self._books.step}
         if losses:
             self._step_loss = sum(losses) / len(losses)
-        self._rate.stepped(self._ctx.clock.now(), len(losses) * self._run.pipeline.microbatch)
+        samples = len(losses) * self._run.pipeline.microbatch
+        if self._flights is not None:
+            samples = self._flights.samples_since(samples)
+        self._rate.stepped(self._ctx.clock.now(), samples)
         counted, self._counted = self._books.tally.counted - self._counted, self._books.tally.counted
         self._tally.add(samples=counted * self._run.pipeline.microbatch)
         self._ctx.log.event("trainer.stepped", level="debug", step=before, loss=self._step_loss)

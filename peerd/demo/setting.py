@@ -21,6 +21,7 @@ from peerd.core.run.runfile import RunFile
 from peerd.home import make_private_dir, write_atomically
 
 _FILES = {"stages": "tiny.yaml", "moe": "moe.yaml"}
+_IN_FLIGHT = 8  # microbatches of the trainer
 _HOSTS_OF_ALL = 3  # of the demo's hosts together have room for all experts: so one can be lost
 _KINDS = {".jsonl": "jsonl", ".parquet": "parquet"}
 
@@ -72,10 +73,14 @@ def prepare(wish: DemoWish) -> tuple[Path, RunFile]:
 
 
 def _shared_out(run: RunFile) -> RunFile:
-    """The run with as many experts on each host that all are hosted still when one is lost."""
+    """The run with as many experts on each host that all are hosted still when one is lost.
+
+    Experts on this machine answer at once: more microbatches under way would only wait for the processor, and grow old.
+    """
     grid = grid_of(run)
     each = -(-grid.layers * grid.places // _HOSTS_OF_ALL)
-    return msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, experts=each))
+    limits = msgspec.structs.replace(run.limits, experts=each, microbatches_in_flight=_IN_FLIGHT)
+    return msgspec.structs.replace(run, limits=limits)
 
 
 def _data(text: str) -> dict[str, str]:

@@ -337,6 +337,7 @@ class RunServices:
             stages=run.pipeline.stages,
             microbatches=run.batch.target_samples // run.pipeline.microbatch,
             delayed=run.optimizer.delayed,
+            filled_at_once=run.optimizer.asynchronous,
             total_steps=run.optimizer.total_steps,
             own_pace=False if run.experts is not None else None,  # trainers wait for experts, not for their machines
             group_size=run.averaging.group_size,

@@ -66,6 +66,23 @@ def test_the_grids_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPatch,
     assert found["model_128_at_1000_grid_s"] < found["model_128_at_1000_flat_s"]
 
 
+@pytest.mark.slow
+def test_the_digits_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    from benchmarks import digits
+
+    monkeypatch.setattr(digits, "SIZES", (4,))
+    monkeypatch.setattr(digits, "MICROBATCHES", 60)
+    found = run("digits")
+    curves = found["curves"]
+    assert list(curves) == ["4 16 under way, 0.1 s", "4 64 under way, 1 s"]
+    for at, accuracy in curves.values():
+        assert len(at) == len(accuracy) == 21
+        assert at[-1] >= 60
+    assert max(curves["4 16 under way, 0.1 s"][1]) > 40  # a guess has 10
+    assert found["dmoe4_64_expert_stale"] > found["dmoe4_16_expert_stale"]
+    assert "points lost by the high delay" in found["printed"]
+
+
 def absent(_count: int, _rounds: int) -> dict[str, Any]:
     raise ImportError("nobody wrote it")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -74,19 +75,21 @@ class ExpertChaos(Chaos):
         await self._start(*(("trainer", TrainerRole) if trains else ("host", ExpertRole)))
 
 
-def run_of(folder: Path, rng: random.Random, at_home: bool) -> RunFile:
-    """A run with experts, as drawn."""
+def run_of(folder: Path, rng: random.Random, at_home: bool, asynchronous: bool) -> RunFile:
+    """A run with experts, as drawn. `asynchronous`: its trunk is."""
+    delayed = rng.random() < 0.5 and not asynchronous
+    trunk: Literal["synchronous", "asynchronous"] = "asynchronous" if asynchronous else "synchronous"
     return virtual_run(
         folder,
         (40_000,),
         model=ModelSection(d_model=8, heads=1, layers=2, context=8),
-        optimizer=OptimizerSection(name="adamw", lr=1e-3, delayed=rng.random() < 0.5),
+        optimizer=OptimizerSection(name="adamw", lr=1e-3, delayed=delayed, trunk=trunk),
         batch=BatchSection(target_samples=8),
         checkpoint=CheckpointSection(every_steps=rng.choice([0, 4]), keep=2),
         experts=ExpertsSection(
             block="ffn", grid=[2, 2], top_k=2, announce_s=2.0, timeout_s=2.0, checkpoint_updates=rng.choice([2, 20])
         ),
-        limits=LimitsSection(experts=ROOM),
+        limits=LimitsSection(experts=ROOM, microbatches_in_flight=8),  # as many as a batch has
         access=access_of(rng, at_home),
     )
 
@@ -109,6 +112,6 @@ def test_every_expert_has_one_host_after_misfortunes_of_all_kinds(
     torch.set_num_threads(1)
     monkeypatch.setattr(trio.to_thread, "run_sync", in_no_thread)
     rng = random.Random(f"expert chaos {case} {at_home}")
-    run = run_of(tmp_path, rng, at_home)
+    run = run_of(tmp_path, rng, at_home, case % 2 == 1)
     roles = Roles(run, tmp_path / "peers", partial(PacedDevice, 0.1))
     assert run_virtual(mended, case, roles, rng, at_home, seed=case) == [1] * EXPERTS

@@ -117,8 +117,10 @@ def _experts(told: Any, role: Told) -> str:
     if isinstance(staleness, dict) and told["updates"]:
         mean, most = units.brief(staleness.get("mean")), units.count(staleness.get("most"))
         phrase += f", {mean} stale on average, {most} at most"
-    if told.get("in_flight"):
+    if told.get("in_flight") and not role.get("in_flight_why"):  # else the microbatches' own phrase says so
         phrase += f", {units.count(told['in_flight'])} microbatches on their way"
+    if told.get("too_old"):
+        phrase += f", {units.count(told['too_old'])} too old for the trunk"
     again = told.get("began_again")
     if isinstance(again, dict) and again:
         phrase += f", {units.count(sum(again.values()))} begun again"

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from peerd.compute.experts.era import Era
 from peerd.compute.experts.exchange import Exchange
-from peerd.compute.experts.trunk import Answers, Era, Junction, TrunkModule
+from peerd.compute.experts.trunk import Answers, Junction, TrunkModule
 from peerd.core.experts.contract import ExpertAsk, ExpertReply
 from peerd.core.experts.grid import Uid
 

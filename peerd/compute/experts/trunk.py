@@ -3,9 +3,10 @@
 A segment ends where samples go to a layer of experts, at a junction, and the next one begins with their answers; the
 last ends with the loss. Each call computes one segment, so between two calls any number of other microbatches may have
 theirs computed: nothing waits inside. As in `stage_module`, the forward is computed again for the backward, and a
-microbatch is computed with the parameters of one step from its beginning to its end (`at`; in a delayed run these may
-be one step old when it ends). Gradients are those of the sum over samples of each sample's mean loss, the balancing
-loss of the gates included; the loss that is told is without it.
+microbatch is computed with the parameters of one step from its beginning to its end (`era`; when it ends, these may be
+one step old in a delayed run, and `optimizer.most_stale` steps with an asynchronous trunk). Gradients are those of the
+sum over samples of each sample's mean loss, the balancing loss of the gates included; the loss that is told is without
+it.
 
 Shapes: B samples of text, L tokens, D d_model, V vocabulary; N samples of the experts (tokens, or whole texts) of shape
 S, K experts for each, G places in all dimensions of their grid together.
@@ -13,14 +14,16 @@ S, K experts for each, G places in all dimensions of their grid together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from peerd.compute.experts.era import Era, Snapshot, TooOld, new_load
 from peerd.compute.experts.expert_mixture import imbalance, mixed
 from peerd.compute.model.layers import ExpertBlock
 from peerd.compute.model.served_stage import Stale
@@ -30,14 +33,6 @@ from peerd.core.errors import ConfigError
 from peerd.core.experts.grid import grid_of, sample_shapes
 from peerd.core.model.model_shapes import first_with_experts
 from peerd.core.run.runfile import ExpertsSection, RunFile
-
-
-@dataclass(frozen=True, slots=True)
-class Era:
-    """The parameters that a microbatch is computed with: those of `at` global steps, since they were loaded last."""
-
-    at: int
-    loads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +62,10 @@ class TrunkModule(StageModule):
         self.section = run.experts or ExpertsSection()
         self.sides = grid_of(run).sides
         self.layers = grid_of(run).layers
-        self.loads = 0  # how often the state was taken from elsewhere
+        self.loads = new_load()  # of the state that the parameters come from
+        self.asynchronous = run.optimizer.asynchronous
+        self.most_stale = run.optimizer.most_stale if self.asynchronous else self.ahead  # steps
+        self._snapshot: weakref.ref[Snapshot] | None = None  # of the parameters of now
         self.sample_shape, _ = sample_shapes(run)
         self._segments = _segments(run, [name for name, _ in self._piece.steps])
         self._places = [
@@ -78,12 +76,28 @@ class TrunkModule(StageModule):
     @property
     def era(self) -> Era:
         """The parameters of now."""
-        return Era(self.step, self.loads)
+        if not self.asynchronous:
+            return Era(self.step, self.loads)
+        snapshot = self._snapshot() if self._snapshot is not None else None
+        if snapshot is None:
+            snapshot = Snapshot()
+            self._snapshot = weakref.ref(snapshot)
+        return Era(self.step, self.loads, snapshot)
+
+    def apply(self, mean_gradient: Tensor) -> None:
+        """As a stage's; microbatches under way keep the parameters that they began with."""
+        snapshot = self._snapshot() if self._snapshot is not None else None
+        before = self._flat.clone() if snapshot is not None else None
+        super().apply(mean_gradient)
+        self._snapshot = None
+        if snapshot is not None:
+            snapshot.flat = before
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """As a stage's; microbatches under way are of another era from now on."""
         super().load_state(state)
-        self.loads += 1
+        self.loads = new_load()
+        self._snapshot = None
 
     def checked(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """A microbatch, int64 [B, L] both, on the device; ValueError says what is wrong with it."""
@@ -150,21 +164,39 @@ class TrunkModule(StageModule):
             )
         return found
 
-    def add(self, gradients: Mapping[int, Tensor], ahead: int) -> None:
-        """Add a microbatch's gradients to the sum of the step under way, or of the one after it. ValueError, and no
-        change, for what cannot be summed.
+    def add(self, gradients: Mapping[int, Tensor], ahead: int, share: float = 1.0) -> None:
+        """Add `share` times a microbatch's gradients to the sum of the step under way, or of the one after it.
+        ValueError, and no change, for what cannot be summed.
         """
         whole = [gradients[i] for i in range(len(self._parameters))]
-        if largest_in(whole) > self.largest:
+        if share * largest_in(whole) > self.largest:
             raise ValueError(f"the gradient of this microbatch has values above {self.largest:.1e}")
-        self._sums.add(whole, 1.0, ahead)
+        self._sums.add(whole, share, ahead)
 
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _as_of(self, era: Era) -> AbstractContextManager[None]:
-        if era.loads != self.loads or not 0 <= self.step - era.at <= self.ahead:
-            raise Stale(f"the trunk is at step {self.step}, the microbatch at {era.at}")
-        return self.as_of(era.at)
+        age, told = self.step - era.at, f"the trunk is at step {self.step}, the microbatch at {era.at}"
+        if era.loads != self.loads or age < 0:
+            raise Stale(told)
+        if age > self.most_stale:
+            raise TooOld(told) if self.asynchronous else Stale(told)
+        return self.as_of(era.at) if era.snapshot is None else self._with(era.snapshot)
+
+    @contextmanager
+    def _with(self, snapshot: Snapshot) -> Iterator[None]:
+        """Inside this context, compute with the parameters of a snapshot."""
+        if snapshot.flat is None:
+            yield
+            return
+        now = [parameter.data for parameter in self._parameters]
+        for parameter, view in zip(self._parameters, self.layout.views(snapshot.flat), strict=True):
+            parameter.data = view
+        try:
+            yield
+        finally:
+            for parameter, data in zip(self._parameters, now, strict=True):
+                parameter.data = data
 
     def _junction(self, index: int, source: Tensor | Junction, answers: Answers | None) -> Junction:
         """The end of a segment, in the dtype of the run."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from peerd.compute.experts.flight import Flight
+from peerd.compute.experts.landing_queue import LandedFlights, LandingQueue
 from peerd.compute.experts.trunk import TrunkModule
 from peerd.compute.model.grad_sums import to_make_again
 from peerd.compute.model.served_stage import ServedStage, Stale
@@ -43,6 +44,24 @@ class TrunkStage(ServedStage):
         if mb not in book:
             self.trunk.add(flight.gradients, ahead)
             self._note(book, mb, era.at)
+
+    def free_flight(self, tokens: Tensor, targets: Tensor) -> Flight:
+        """A microbatch of no step yet, for an asynchronous trunk. ValueError as `flight`."""
+        return Flight(self.trunk, tokens.long(), targets.long(), self.trunk.era)
+
+    def land_next(self, step: int, mb: Mb, queue: LandingQueue) -> LandedFlights | None:
+        """Take the next gradients of `queue` as microbatch `mb` of `step`, and add their mean to its sum, once.
+
+        Returns None if none wait that are young enough.
+        """
+        self._under_way(step)
+        if mb in self._held:
+            return LandedFlights({}, self.trunk.step, self.trunk.loads, 0, 0.0)
+        landed = queue.take(self.trunk.loads, step - self.trunk.most_stale)
+        if landed is not None:
+            self.trunk.add(landed.gradients, 0, 1.0 / landed.flights)
+            self._note(self._held, mb, landed.oldest)
+        return landed
 
     def keep_only(self, step: int, wanted: Iterable[Mb]) -> list[Mb]:
         """Returns what is wanted but not held; forgets the sum of `step` when it has something else in it."""

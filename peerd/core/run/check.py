@@ -24,7 +24,7 @@ from peerd.core.limits import (
     STAGES,
     STATE_TOTALS,
 )
-from peerd.core.run.check_experts import experts_faults
+from peerd.core.run.check_experts import experts_faults, trunk_faults
 from peerd.core.run.check_line import line_faults
 from peerd.core.run.runfile import (
     CORPUS_BYTES,
@@ -97,6 +97,7 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     whole = target >= 1 and p.microbatch >= 1 and target % p.microbatch == 0
     need(whole, "batch.target_samples", f"is {target}; must be a multiple of pipeline.microbatch ({p.microbatch})")
     faults += _optimizer_faults(run.optimizer)
+    faults += trunk_faults(run)
     faults += _access_faults(run.access)
     part = run.averaging.part_bytes
     need(1024 <= part <= 4 << 20, "averaging.part_bytes", f"is {part}; allowed: 1024 to 4194304")

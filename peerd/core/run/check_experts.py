@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterator
 
 from peerd.core.limits import EXPERT_PLACES, EXPERT_SIDE, EXPERT_TOP_K, RPC_MESSAGE_FRAME_BYTES, STAGES
-from peerd.core.run.runfile import ExpertsSection, RunFile
+from peerd.core.run.runfile import MOST_STALE, ExpertsSection, RunFile
 
 _OWN = re.compile(r"[^:]+:[^:]+")
 _DIMS = 3  # of a grid
 _AXES = 6  # of one sample
+_STALE_STEPS = 65536  # of an asynchronous trunk
 
 
 def experts_faults(run: RunFile) -> list[tuple[str, str]]:
@@ -25,6 +26,24 @@ def experts_faults(run: RunFile) -> list[tuple[str, str]]:
     if run.model.share_layers:
         faults.append(("layers", "cannot be counted: model.share_layers is true; allowed with experts: false"))
     return [(f"experts.{key}", message) for key, message in faults]
+
+
+def trunk_faults(run: RunFile) -> list[tuple[str, str]]:
+    """Faults of the keys that choose how the trunk steps, each with its path; of any run."""
+    o = run.optimizer
+    if not o.asynchronous:
+        told = f"is {o.most_stale}, but optimizer.trunk is synchronous: no gradient is that old; leave it out"
+        return [("optimizer.most_stale", told)] if o.most_stale != MOST_STALE else []
+    faults = []
+    if run.experts is None:
+        told = "is asynchronous, but the run has no experts, and so no trunk; allowed: synchronous"
+        faults.append(("optimizer.trunk", told))
+    if o.delayed:
+        told = "is true, but an asynchronous trunk does not wait for averaging in any case; leave it out"
+        faults.append(("optimizer.delayed", told))
+    if not 1 <= o.most_stale <= _STALE_STEPS:
+        faults.append(("optimizer.most_stale", f"is {o.most_stale}; allowed: 1 to {_STALE_STEPS} steps"))
+    return faults
 
 
 def _block(e: ExpertsSection) -> Iterator[tuple[str, str]]:

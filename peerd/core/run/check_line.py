@@ -92,7 +92,7 @@ _SECTIONS: Final[dict[str, dict[str, Between | Rule]]] = {
     "optimizer": {
         **_SCHEDULE,
         **{"warmup_steps": _COUNT, "total_steps": _COUNT, "trust": _SCALE},
-        **{"offload": Rule.CHOICE, "delayed": Rule.CHOICE},
+        **{"offload": Rule.CHOICE, "delayed": Rule.CHOICE, "trunk": Rule.CHOICE, "most_stale": _COUNT},
     },
     "batch": {"target_samples": _COUNT},
     "averaging": {

@@ -13,6 +13,7 @@ from typing import Final, Literal
 import msgspec
 
 FINGERPRINT_SECTIONS = ("run", "seed", "model", "pipeline", "optimizer", "batch", "averaging", "data")
+MOST_STALE = 32  # steps of an asynchronous trunk, unless the run file says otherwise
 RANK = 4  # of gradients in powersgd, unless the run file says otherwise
 RANKS = 128  # the most: each column costs two passes over the gradient
 SOURCES = 64  # of data: each holds a part of the shuffle buffer
@@ -89,6 +90,15 @@ class OptimizerSection(Section, frozen=True):
     delayed: bool = (
         False  # compute the next step's gradients, with the parameters of now, while this one's are averaged
     )
+    # Of the trunk of a run with experts. asynchronous: microbatches neither need a place in a batch to begin nor wait
+    # for a step; their gradients enter the batch that is open when they are computed.
+    trunk: Literal["synchronous", "asynchronous"] = "synchronous"
+    most_stale: int = MOST_STALE  # asynchronous trunk only: steps between a microbatch's beginning and its batch
+
+    @property
+    def asynchronous(self) -> bool:
+        """True if trainers of the trunk do not wait for its steps."""
+        return self.trunk == "asynchronous"
 
 
 class BatchSection(Section, frozen=True):
@@ -311,6 +321,9 @@ def shared_text(run: RunFile) -> bytes:
     del shared["pipeline"]["plan"]
     if run.plan is not None:
         shared["pipeline"]["plan"] = hashlib.sha256(msgspec.json.encode(run.plan)).hexdigest()
+    if not run.optimizer.asynchronous:  # other runs keep the fingerprint that they had before there was a choice
+        del shared["optimizer"]["trunk"]
+        del shared["optimizer"]["most_stale"]
     for section in (shared["data"], *shared["data"]["sources"]):
         del section["path"]
     del shared["data"]["strict"]  # the samples are the same

@@ -164,7 +164,7 @@ class StepCycle:
         """A step was made, and led to `current`."""
         self._closing.step_made(current.step)
         self.out += self._resting.step_made(now, current)
-        if self._config.delayed:  # else members have the time in which the next batch is filled
+        if self._config.delayed or self._config.filled_at_once:  # else the next batch takes its time to fill
             self._latecomers.arrived(now, current)
 
     def reopen(self) -> None:

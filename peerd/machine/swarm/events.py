@@ -20,6 +20,7 @@ class ConductorConfig:
     stages: int
     microbatches: int
     delayed: bool = False  # may microbatches be computed with the parameters before the last step?
+    filled_at_once: bool = False  # may a batch be whole once it is open? Then steps wait for members that catch up
     total_steps: int = 0
     first_save: int = 1 << 53  # the first step after which peers write checkpoints
     gather_s: float = 1.5  # quiet time after the last new member before a new conductor decides

@@ -3,8 +3,9 @@
 A member catches up with the totals of steps that are made. Where the next batch is whole as soon as a step is made, as
 in a delayed run that averages for longer than it computes, averaging begins again before any member can have that
 step's total, and goes on without it. So the stage waits for those that have come closer since the last step: for as
-long as that step took at most, and for each at its 1st, 2nd, 4th, 8th .. step, so that one that never arrives, or only
-says that it moves, costs a run of n steps log2 n waits. Decides only; times are arguments, in seconds.
+long as the steps take that they are behind, up to four, and for each at its 1st, 2nd, 4th, 8th .. step, so that one
+that never arrives, or only says that it moves, costs a run of n steps log2 n waits. Totals and
+reports take round trips, and steps may be shorter than these. Decides only; times are arguments, in seconds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from peerd.machine.swarm.roster import Roster
 
 _FORGIVE_STEPS = 256  # steps after its last wait, a member is waited for as if it were new
 _MOST_S = 10.0  # of a wait, however long the steps are
+_BEHIND_STEPS = 4  # the most that a wait lasts
 
 
 @dataclass(slots=True)
@@ -40,13 +42,15 @@ class Latecomers:
     def arrived(self, now: float, current: Position) -> None:
         """A step was made, and led to `current`: choose whom the next one waits for."""
         step_s = min(now - self._made_at, _MOST_S) if self._made_at is not None else 0.0
-        self._made_at, self._until = now, now + step_s
+        self._made_at = now
         behind = {peer: entry for peer, entry in self._roster.entries.items() if entry.position.step < current.step}
         self._awaited = {
             peer: entry.stage
             for peer, entry in behind.items()
             if entry.position.step > self._stood.get(peer, entry.position.step) and self._may_wait(peer, current.step)
         }
+        behind_steps = max((current.step - behind[peer].position.step for peer in self._awaited), default=0)
+        self._until = now + min(step_s * min(behind_steps, _BEHIND_STEPS), _MOST_S)
         self._stood = {peer: entry.position.step for peer, entry in self._roster.entries.items()}
 
     def awaits(self, now: float, stage: int, current: Position | None) -> bool:

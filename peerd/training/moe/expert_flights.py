@@ -19,6 +19,7 @@ from torch import Tensor
 
 from peerd.compute.codec.frames import from_frame
 from peerd.compute.codec.layout import NotFinite
+from peerd.compute.experts.era import TooOld
 from peerd.compute.experts.flight import Flight, Scores
 from peerd.compute.model.served_stage import Stale
 from peerd.compute.model.stage_module import ResultNotFinite
@@ -39,7 +40,7 @@ from peerd.training.stage.post import Post
 T = TypeVar("T")
 
 IN_FLIGHT: Final = 64  # microbatches at once, unless the run file says otherwise: answers take long, not computing
-_GRADIENT_BYTES: Final = 1 << 30  # of all that are on their way back
+GRADIENT_BYTES: Final = 1 << 30  # of all that are on their way back
 _AGAIN_S: Final = 0.25  # after the first failure in a row
 _AGAIN_MOST_S: Final = 10.0
 _NOT_FINITE_BORNE: Final = 2  # times in a row that a microbatch has no finite values here, and it is dropped
@@ -91,23 +92,22 @@ class ExpertFlights:
 
     async def _train(self, step: int, mb: Mb, load: Load) -> None:
         flight = await self._begin(step, load.tokens, load.targets)
-        self.counts.away += 1
-        try:
+        with self.counts.one_away():
             await self._there(flight)
             await self._back(flight)
-        finally:
-            self.counts.away -= 1
-        serving, stage = self._post.serving, self._post.state.trunk
-        while serving.closing and step <= self._post.step:
-            with trio.move_on_after(_CLOSING_S):  # the averaging may also fail, and then it is taken
-                await self._post.state.stepped.wait()
+        await self._sum_is_open(step)
+        stage = self._post.state.trunk
         await self._work(lambda: stage.land(step, mb, flight), "land")
-        serving.worked(self._run.pipeline.microbatch, 0.0)
+        self._post.serving.worked(self._run.pipeline.microbatch, 0.0)
         load.loss_sum = flight.loss_sum
 
     async def _begin(self, step: int | None, tokens: TensorFrame, targets: TensorFrame) -> Flight:
         stage = self._post.state.trunk
-        return await self._work(lambda: stage.flight(step, _text(tokens), _text(targets)), "begin a flight")
+        return await self._work(lambda: stage.flight(step, *self._texts(tokens, targets)), "begin a flight")
+
+    @staticmethod
+    def _texts(tokens: TensorFrame, targets: TensorFrame) -> tuple[Tensor, Tensor]:
+        return from_frame(tokens, (None, None)), from_frame(targets, (None, None))
 
     async def _there(self, flight: Flight) -> None:
         """All layers of experts, forward."""
@@ -132,20 +132,28 @@ class ExpertFlights:
             asks = await self._work(partial(flight.go_back, replies), "backward")
             self.counts.cannot_be_used(flight.wrong)
 
-    async def _again_until_done(self, fly: Callable[[], Awaitable[T]], step: int | None) -> T:
-        """What `fly` gives, begun again for as long as it fails; by then the conductor may have called it off."""
+    async def _again_until_done(
+        self, fly: Callable[[], Awaitable[T]], step: int | None, drops: bool | None = None
+    ) -> T:
+        """What `fly` gives, begun again for as long as it fails; by then the conductor may have called it off.
+
+        `drops`: raise for what is dropped, MicrobatchNotFinite and TooOld; by default where it is of a step.
+        """
+        drops = step is not None if drops is None else drops
         failures = not_finite = 0
         while True:
             await self._step_is_open(step)
             try:
                 result = await fly()
-            except Stale:
+            except Stale as error:
+                if drops and isinstance(error, TooOld):
+                    raise
                 self.counts.stale_flights += 1
             except (RemoteError, ValueError, NotFinite) as error:
                 failures += 1
                 own = isinstance(error, ResultNotFinite | NotFinite)  # not an expert's: their answers are checked
                 not_finite = not_finite + 1 if own else 0
-                if step is not None and not_finite >= _NOT_FINITE_BORNE:
+                if drops and not_finite >= _NOT_FINITE_BORNE:
                     raise MicrobatchNotFinite(0, [self._ctx.host.id.text], str(error)) from None
                 self.counts.failed(error)
                 await trio.sleep(backoff_s(failures, _AGAIN_S, _AGAIN_MOST_S))
@@ -158,6 +166,12 @@ class ExpertFlights:
         """Wait until the trunk takes microbatches of `step`: we may hear of a step before or after we make it."""
         while step is not None and not 0 <= step - self._post.step <= int(self._run.optimizer.delayed):
             await self._post.state.stepped.wait()
+
+    async def _sum_is_open(self, step: int) -> None:
+        """Wait while the sum of `step` is being averaged."""
+        while self._post.serving.closing and step <= self._post.step:
+            with trio.move_on_after(_CLOSING_S):  # the averaging may also fail, and then it is taken
+                await self._post.state.stepped.wait()
 
     async def _work(self, job: Callable[[], T], name: str) -> T:
         """A job on the trunk's device; its time counts as this peer's."""
@@ -195,8 +209,39 @@ class ExpertFlights:
 
     def in_flight(self) -> int:
         """Microbatches to have on their way at once: many, as long as their gradients have room."""
+        return max(1, min(IN_FLIGHT, GRADIENT_BYTES // self._trunk_bytes))
+
+    @property
+    def _trunk_bytes(self) -> int:
         trunk = self._post.state.trunk.trunk
-        return max(1, min(IN_FLIGHT, _GRADIENT_BYTES // max(1, trunk.layout.count * trunk.dtype.itemsize)))
+        return max(1, trunk.layout.count * trunk.dtype.itemsize)
+
+    def places_wanted(self) -> int:
+        """Places in the trunk's batch to wish for, or to have: one for each microbatch that is to be under way."""
+        return self.most_in_flight
+
+    @property
+    def most_in_flight(self) -> int:
+        """Microbatches that this trainer has under way at most."""
+        return self._run.limits.microbatches_in_flight or self.in_flight()
+
+    def offer(self, waiting: list[Load], opened: int) -> None:
+        """Add to the loads that wait for a number, where these are not samples; `opened` have one."""
+
+    def under_way(self) -> dict[str, int]:
+        """Counts in place of the books' own, where flights are not in them."""
+        return {}
+
+    def samples_since(self, counted: int) -> int:
+        """Samples done since the last call, where `counted` have had a place in a batch."""
+        return counted
+
+    @property
+    def in_flight_why(self) -> str:
+        """The reason that no more microbatches are under way."""
+        batches = 2 if self._run.optimizer.delayed else 1
+        places = batches * self._run.batch.target_samples // self._run.pipeline.microbatch
+        return f"all trainers together have {places} at most: the trunk is synchronous"
 
     def status(self) -> dict[str, object]:
         """Plain data on flights and on the calls to experts."""
@@ -206,7 +251,3 @@ class ExpertFlights:
     def waits_for(self) -> str | None:
         """What has failed since the last flight that came back; None: nothing."""
         return self.counts.problem
-
-
-def _text(frame: TensorFrame) -> Tensor:
-    return from_frame(frame, (None, None))

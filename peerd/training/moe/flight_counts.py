@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from peerd.core.clock import Clock
@@ -28,6 +29,10 @@ class FlightCounts:
         self.no_answer = 0  # backward calls without one: constants
         self.not_usable = 0  # replies of wrong shape, or not finite
         self._stale_sum, self._stale_most = 0, 0
+        self.samples = 0  # of microbatches that came back to an asynchronous trunk, since `samples_since`
+        self._dropped = 0  # microbatches whose parameters were too old for the trunk
+        self._counted = 0  # places in batches of an asynchronous trunk,
+        self._behind_sum, self._behind_most = 0, 0  # and steps that the oldest parameters in each were behind
         self.problem: str | None = None
         self._said_at: dict[str, float] = {}
         self._unsaid: Counter[str] = Counter()
@@ -67,6 +72,32 @@ class FlightCounts:
                 self._stale_sum += max(0, reply.stale)
                 self._stale_most = max(self._stale_most, reply.stale)
 
+    @contextmanager
+    def one_away(self) -> Iterator[None]:
+        """The scope of a flight that is under way."""
+        self.away += 1
+        try:
+            yield
+        finally:
+            self.away -= 1
+
+    def too_old(self, microbatches: int) -> None:
+        """Microbatches are dropped: the trunk has made too many steps since they began."""
+        self._dropped += microbatches
+        if microbatches:
+            self._say("flight.too_old", "the trunk made more than optimizer.most_stale steps since it began: dropped")
+
+    def counted(self, behind: int) -> None:
+        """A place in the trunk's batch is taken, with gradients of parameters that are `behind` steps old at most."""
+        self._counted += 1
+        self._behind_sum += behind
+        self._behind_most = max(self._behind_most, behind)
+
+    def samples_since(self) -> int:
+        """Samples of microbatches that came back since the last call."""
+        samples, self.samples = self.samples, 0
+        return samples
+
     def told(self) -> dict[str, object]:
         """Plain data, for status."""
         return {
@@ -78,6 +109,11 @@ class FlightCounts:
             "no_answer": self.no_answer,
             "not_usable": self.not_usable,
             "staleness": {"mean": self._stale_sum / self.updates if self.updates else 0.0, "most": self._stale_most},
+            "too_old": self._dropped,
+            "trunk_staleness": {
+                "mean": self._behind_sum / self._counted if self._counted else 0.0,
+                "most": self._behind_most,
+            },
         }
 
     def _say(self, event: str, reason: str) -> None:

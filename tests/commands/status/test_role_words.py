@@ -23,6 +23,16 @@ def test_what_became_of_calls_to_experts_is_one_phrase() -> None:
     assert told == expected + "4 updates lost with their hosts"
 
 
+def test_microbatches_that_the_trunk_does_not_count_are_told_and_those_under_way_once() -> None:
+    told = {"role": "trainer", "experts": {"updates": 0, "in_flight": 64, "too_old": 3}}
+    told |= {"microbatches": {"counted": 8, "in_flight": 64}, "in_flight_why": "64 unless limits say otherwise"}
+    phrases = set(details(told))
+    assert phrases == {
+        "0 updates of experts, 3 too old for the trunk",
+        "8 microbatches counted, 64 under way: 64 unless limits say otherwise",
+    }
+
+
 def test_nothing_is_said_of_what_did_not_happen() -> None:
     assert said(updates=0, in_flight=0, began_again={}, staleness={"mean": 0.0, "most": 0}, calls={}) == (
         "0 updates of experts"

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from peerd.core.run.check import check
-from peerd.core.run.runfile import ExpertOptimizerSection, ExpertsSection, ModelSection, PipelineSection, RunFile
+from peerd.core.run.runfile import (
+    ExpertOptimizerSection,
+    ExpertsSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+    fingerprint,
+    shared_text,
+)
 
 
 def told(run: RunFile) -> list[str]:
@@ -68,3 +77,31 @@ def test_experts_go_with_one_stage_and_with_layers_of_their_own() -> None:
     assert any("a run with experts has 1" in one for one in told(staged))
     shared = RunFile(run="r", experts=ExpertsSection(), model=ModelSection(share_layers=True))
     assert any("model.share_layers is true" in one for one in told(shared))
+
+
+def with_trunk(*, experts: bool = True, **keys: Any) -> RunFile:
+    return RunFile(run="r", optimizer=OptimizerSection(**keys), experts=ExpertsSection() if experts else None)
+
+
+def test_an_asynchronous_trunk_is_for_runs_with_experts_and_bounds_how_old_gradients_are() -> None:
+    assert told(with_trunk(trunk="asynchronous")) == []
+    assert told(with_trunk(trunk="asynchronous", most_stale=1)) == []
+    assert told(with_trunk(trunk="asynchronous", experts=False)) == [
+        "optimizer.trunk is asynchronous, but the run has no experts, and so no trunk; allowed: synchronous"
+    ]
+    assert told(with_trunk(trunk="asynchronous", delayed=True)) == [
+        "optimizer.delayed is true, but an asynchronous trunk does not wait for averaging in any case; leave it out"
+    ]
+    assert told(with_trunk(trunk="asynchronous", most_stale=0)) == [
+        "optimizer.most_stale is 0; allowed: 1 to 65536 steps"
+    ]
+    assert told(with_trunk(most_stale=8)) == [
+        "optimizer.most_stale is 8, but optimizer.trunk is synchronous: no gradient is that old; leave it out"
+    ]
+
+
+def test_the_trunk_is_a_part_of_the_fingerprint_where_it_is_asynchronous() -> None:
+    runs = [with_trunk(), with_trunk(trunk="asynchronous"), with_trunk(trunk="asynchronous", most_stale=8)]
+    assert len({fingerprint(run) for run in runs}) == 3
+    assert b"trunk" not in shared_text(runs[0])
+    assert b"most_stale" not in shared_text(with_trunk(experts=False))

@@ -57,13 +57,23 @@ def test_who_comes_closer_is_waited_for_until_it_is_there() -> None:
     assert not waits.awaits(later_s=STEP_S / 2)
 
 
-def test_no_longer_than_the_last_step_took() -> None:
+def test_one_step_behind_no_longer_than_the_last_step_took() -> None:
     waits = Waits()
     waits.make(new=0)
     assert waits.make(new=1)
     assert waits.late.due(waits.now) == waits.now + STEP_S
     assert not waits.awaits(later_s=STEP_S)
     assert waits.late.due(waits.now + STEP_S) is None
+
+
+def test_one_that_is_some_steps_behind_has_the_time_of_these_steps_and_of_four_at_most() -> None:
+    for behind, waited in ((1, 1), (2, 2), (3, 3), (9, 4)):
+        waits = Waits()
+        for _ in range(10):
+            waits.make(new=0)
+        assert waits.make(new=11 - behind)
+        assert waits.late.due(waits.now) == waits.now + waited * STEP_S
+        assert not waits.awaits(later_s=waited * STEP_S)
 
 
 def test_who_stands_still_or_goes_is_not_waited_for() -> None:

@@ -1,0 +1,193 @@
+"""Flights of a trainer whose trunk is asynchronous: always the same number under way, whatever the trunk's steps do.
+
+A microbatch begins as soon as another one has come back, with the parameters of then; it has no place in a batch yet.
+When it has come back, its gradients wait in `LandingQueue`, and this trainer wishes for as many places as wait there.
+So the conductor gives places only to gradients that are there: no step waits for a slow trainer, and no trainer waits
+for a step. A microbatch whose parameters are more than `optimizer.most_stale` steps old when it would count is dropped:
+its experts have learnt from it, the trunk does not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import trio
+
+from peerd.compute.experts.era import TooOld
+from peerd.compute.experts.flight import Flight
+from peerd.compute.experts.landing_queue import LandingQueue
+from peerd.compute.model.served_stage import Stale
+from peerd.core.experts.contract import ExpertNetwork
+from peerd.core.frame import TensorFrame
+from peerd.core.messages.swarm import Mb, MemberInfo
+from peerd.machine.batch.trainer_ledger import Holding
+from peerd.machine.pipeline.in_flight import LIMITED
+from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
+from peerd.role import RoleContext
+from peerd.service.pipeline.load import Load
+from peerd.signals import Signal
+from peerd.training.moe.expert_flights import GRADIENT_BYTES, IN_FLIGHT, ExpertFlights
+from peerd.training.stage.member import StageMember
+
+_NOTHING: Final = TensorFrame("uint8", (0,), b"")
+
+
+@dataclass(frozen=True, slots=True)
+class FlightPlan:
+    """What a trainer gives its flights."""
+
+    take: Callable[[], Awaitable[Load]]  # the next samples
+    goes_on: Callable[[], bool]  # may further flights begin?
+    landed: Callable[[], None]  # called after each
+
+
+def flights_of(
+    ctx: RoleContext,
+    member: StageMember,
+    network: ExpertNetwork,
+    calls: Callable[[], Mapping[str, object]] = dict,
+) -> ExpertFlights:
+    """The flights of a run's trainer, by its `optimizer.trunk`. Arguments as of `ExpertFlights`."""
+    assert ctx.run is not None
+    kind = AsynchronousFlights if ctx.run.optimizer.asynchronous else ExpertFlights
+    return kind(ctx, member, network, calls)
+
+
+class AsynchronousFlights(ExpertFlights):
+    """See the module's header."""
+
+    def __init__(
+        self,
+        ctx: RoleContext,
+        member: StageMember,
+        network: ExpertNetwork,
+        calls: Callable[[], Mapping[str, object]] = dict,
+    ) -> None:
+        super().__init__(ctx, member, network, calls)
+        self._batch = max(1, self._run.batch.target_samples // self._run.pipeline.microbatch)
+        self._queue: LandingQueue | None = None  # once the trunk is built
+        self._not_finite = deque[tuple[MicrobatchNotFinite, tuple[str, ...]]]()  # and where their samples begin
+        self._under_way = 0
+        self._changed = Signal()  # another flight may begin, or has come back
+
+    # --- flights ------------------------------------------------------------------------------------------------
+
+    async def fly(self, plan: FlightPlan) -> None:
+        """Keep flights under way until cancelled."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                while self._under_way < (self.most_in_flight if plan.goes_on() and self.peers() else 0):
+                    self._under_way += 1
+                    nursery.start_soon(self._fly, plan, await plan.take())
+                await self._changed.wait()
+
+    async def _fly(self, plan: FlightPlan, load: Load) -> None:
+        try:
+            flight = await self._again_until_done(partial(self._there_and_back, load), None, drops=True)
+            await self._come_down(flight)
+        except TooOld:
+            self.counts.too_old(1)
+        except MicrobatchNotFinite as error:
+            if len(self._not_finite) < self._batch:
+                self._not_finite.append((error, load.origins))
+        finally:
+            self._under_way -= 1
+            self._changed.notify()
+        plan.landed()
+
+    async def _there_and_back(self, load: Load) -> Flight:
+        stage = self._post.state.trunk
+        flight = await self._work(partial(stage.free_flight, *self._texts(load.tokens, load.targets)), "begin a flight")
+        with self.counts.one_away():
+            await self._there(flight)
+            await self._back(flight)
+        return flight
+
+    async def _come_down(self, flight: Flight) -> None:
+        """Queue the gradients of a flight for a place in a batch."""
+        if self._queue is None:
+            self._queue = LandingQueue(min(self._batch, self._gradients_in_memory()))
+        await self._work(partial(self._queue.add, flight), "add gradients")
+        self.counts.samples += self._run.pipeline.microbatch
+
+    def offer(self, waiting: list[Load], opened: int) -> None:
+        """Add a load without samples to `waiting` for each place that is wanted, but for those that are open."""
+        waiting += [Load(_NOTHING, _NOTHING) for _ in range(self.places_wanted() - opened - len(waiting))]
+
+    def places_wanted(self) -> int:
+        """Places in the trunk's batch: one for each that gradients wait for, or a microbatch without finite ones.
+
+        The conductor has to hear of these, since they may show that the run has diverged.
+        """
+        return len(self._not_finite) + (len(self._queue) if self._queue is not None else 0)
+
+    def update(self, members: Iterable[MemberInfo]) -> None:
+        """As of all flights; some may begin now."""
+        super().update(members)
+        self._changed.notify()
+
+    # --- places in a batch --------------------------------------------------------------------------------------
+
+    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
+        """Add the gradients that have waited longest to the sum of `step`; returns their holder.
+
+        Raises MicrobatchNotFinite if a microbatch had none that are finite: it takes this place, and is dropped.
+        """
+        mb = Mb(self._ctx.host.id.text, seq)
+        while not await self._lands(step, mb, load):
+            if not self.places_wanted():
+                await self._changed.wait()
+        self._post.serving.worked(self._run.pipeline.microbatch, 0.0)
+        return [Holding(mb.trainer, self._post.receipt(step, mb))]
+
+    async def _lands(self, step: int, mb: Mb, load: Load) -> bool:
+        """False if no gradients wait."""
+        while self._queue is not None or self._not_finite:
+            await self._step_is_open(step)
+            if self._not_finite:
+                error, load.origins = self._not_finite.popleft()
+                raise error
+            assert self._queue is not None
+            await self._sum_is_open(step)
+            try:
+                landed = await self._work(partial(self._post.state.trunk.land_next, step, mb, self._queue), "land")
+            except Stale:
+                continue  # the trunk has made a step meanwhile
+            except ValueError as error:
+                self.counts.failed(error)
+                continue
+            self.counts.too_old(self._queue.too_old)
+            self._queue.too_old = 0
+            if landed is None:
+                return False
+            if landed.flights:
+                self.counts.counted(step - landed.oldest)
+                load.loss_sum = landed.loss_sum / landed.flights
+            return True
+        return False
+
+    def under_way(self) -> dict[str, int]:
+        """As of all flights."""
+        return {"in_flight": self.counts.away}
+
+    def samples_since(self, counted: int) -> int:
+        """As of all flights."""
+        return self.counts.samples_since()
+
+    @property
+    def in_flight_why(self) -> str:
+        """The reason that no more microbatches are under way."""
+        return LIMITED if self._run.limits.microbatches_in_flight else f"{IN_FLIGHT} unless limits say otherwise"
+
+    def status(self) -> dict[str, object]:
+        """As of all flights, and those that wait for a place."""
+        waiting = {"wait_for_a_place": len(self._queue) if self._queue is not None else 0}
+        shared = {"shared_a_place": self._queue.shared if self._queue is not None else 0}
+        return super().status() | waiting | shared
+
+    def _gradients_in_memory(self) -> int:
+        return max(1, GRADIENT_BYTES // self._trunk_bytes)

@@ -1,0 +1,129 @@
+"""A classifier of digits as the trunk of a run with experts, in place of a language model; and its data.
+
+A sample is 64 pixels of 17 shades and the label, as 65 tokens, so that role trainer takes it as any text. The trunk's
+layers are a classifier's: only the last token, the label, is predicted from what came before; the other predictions are
+constant, and take no gradient. Everything else is the product's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from peerd.compute.experts.expert_mixture import mixed
+from peerd.compute.experts.flight import Flight
+from peerd.compute.experts.hosted_expert import HostedExpert
+from peerd.compute.experts.local_network import LocalExperts
+from peerd.compute.experts.trunk import TrunkModule
+from peerd.compute.model import stage_module
+from peerd.compute.model.layers import ExpertBlock
+from peerd.compute.model.partition import ModelPiece
+from peerd.core.experts.grid import Uid, grid_of
+from peerd.core.run.runfile import RunFile
+
+PIXELS, CLASSES = 64, 10
+
+
+class DigitEntry(nn.Module):
+    """Pixels [B, 64] to vectors [B, D]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.into = nn.Linear(PIXELS, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h: Tensor = self.into(tokens.to(self.into.weight.dtype) / 8 - 1)
+        return h
+
+
+class DigitBlock(ExpertBlock):
+    """A layer that is experts alone."""
+
+    def __init__(self, width: int, scores: int) -> None:
+        nn.Module.__init__(self)
+        self.norm = nn.LayerNorm(width)
+        self.gate = nn.Linear(width, scores, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.norm(x)
+
+
+class DigitHead(nn.Module):
+    """Vectors [B, D] to scores of the next token [B, 64, V], of which the last tells the label."""
+
+    def __init__(self, width: int, vocab: int) -> None:
+        super().__init__()
+        self.norm, self.out, self.vocab = nn.LayerNorm(width), nn.Linear(width, CLASSES), vocab
+
+    def forward(self, x: Tensor) -> Tensor:
+        label = F.pad(self.out(self.norm(x)), (0, self.vocab - CLASSES), value=-30.0)
+        others = label.new_zeros(len(x), PIXELS - 1, self.vocab)
+        return torch.cat([others, label[:, None]], 1)
+
+
+@contextmanager
+def digit_trunks() -> Iterator[None]:
+    """Inside this context, trunks of runs are classifiers of digits."""
+
+    def build(run: RunFile, stages: Any) -> ModelPiece:
+        width, grid = run.model.d_model, grid_of(run)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(run.seed)
+            blocks = [(f"block{i}", DigitBlock(width, sum(grid.sides)), 1) for i in range(grid.layers)]
+            return ModelPiece([("embed", DigitEntry(width), 1), *blocks, ("head", DigitHead(width, 256), 1)]).eval()
+
+    with mock.patch.object(stage_module, "build", build):
+        yield
+
+
+class DigitStream:
+    """A trainer's samples: the digits to train on, in an order of its own, over and over."""
+
+    origins: tuple[str, ...] = ()
+
+    def __init__(self, samples: Tensor, name: str) -> None:
+        self._samples, self._left = samples, samples[:0]
+        self._order = torch.Generator().manual_seed(int.from_bytes(name.encode()[-6:], "big"))
+
+    def take(self, count: int) -> Tensor:
+        while len(self._left) < count:
+            again = self._samples[torch.randperm(len(self._samples), generator=self._order)]
+            self._left = torch.cat([self._left, again])
+        found, self._left = self._left[:count], self._left[count:]
+        return found
+
+    def position(self) -> dict[str, Any]:
+        return {}
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """scikit-learn's digits: 1,437 samples to train on, 360 to test on, each of 65 tokens."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    samples = torch.tensor([[*image, label] for image, label in zip(found.data, found.target, strict=True)]).long()
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))
+    return samples[order[360:]], samples[order[:360]]
+
+
+@torch.no_grad()
+def accuracy(run: RunFile, trunk: TrunkModule, experts: Mapping[Uid, HostedExpert], test: Tensor) -> float:
+    """Percent of the test's labels that are right, with all experts there; nothing is learnt from it."""
+    network = LocalExperts(run)
+    network.experts = dict(experts)
+    flight = Flight(trunk, test[:, :-1], test[:, 1:], None)
+    scores = flight.depart()
+    while scores is not None:
+        asks = flight.ask(network.choose(flight.layer, scores, trunk.section.top_k))
+        scores = flight.go_on(network.forward(asks, flight.samples))
+    last = flight._stops[-1]
+    assert last.answers is not None
+    mean = mixed(last.junction.scores, last.answers.columns, last.answers.came, last.answers.outputs)
+    logits = trunk._piece.get_submodule("head")(last.junction.residual + mean)
+    return float((logits[:, -1].argmax(1) == test[:, -1]).float().mean()) * 100

@@ -1,0 +1,148 @@
+"""An asynchronous trunk's microbatches keep the parameters that they began with, and share places in a batch."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import trio
+
+from peerd.compute.experts.era import TooOld
+from peerd.compute.experts.flight import Flight
+from peerd.compute.experts.landing_queue import LandingQueue
+from peerd.compute.experts.trunk_stage import TrunkStage
+from peerd.compute.model.served_stage import Stale
+from peerd.core.messages.swarm import Mb
+from peerd.core.run.runfile import OptimizerSection, RunFile
+from tests.compute.experts.test_trunk import fly, run_with, text
+from tests.worlds.roles.expert_network import NearExperts
+
+
+def asynchronous(**keys: Any) -> RunFile:
+    return run_with(optimizer=OptimizerSection(**{"name": "sgd", "lr": 0.1, "trunk": "asynchronous"} | keys))
+
+
+def step(stage: TrunkStage) -> None:
+    """Make a step with an arbitrary gradient."""
+    count, number = stage.trunk.total.count, stage.trunk.step
+    stage.commit(number, torch.linspace(-1, 1, count, dtype=stage.trunk.dtype).roll(number).numpy(), 4)
+
+
+def gradients(stage: TrunkStage, network: NearExperts, flight: Flight) -> dict[int, torch.Tensor]:
+    trio.run(fly, flight, network)
+    return flight.gradients
+
+
+def test_a_microbatch_is_computed_with_the_parameters_that_it_began_with() -> None:
+    run = asynchronous()
+    network, stage = NearExperts(run), TrunkStage(run, "cpu")
+    expected = gradients(stage, network, stage.free_flight(*text()))
+    flight, other = stage.free_flight(*text()), stage.free_flight(*text())
+    step(stage)
+    young = stage.free_flight(*text())
+    step(stage)
+    found = gradients(stage, network, flight)
+    assert all(torch.equal(found[i], one) for i, one in expected.items())
+    again = gradients(stage, network, other)
+    assert all(torch.equal(again[i], one) for i, one in expected.items())
+    different = gradients(stage, network, young)
+    assert not all(torch.equal(different[i], one) for i, one in expected.items())
+
+
+def test_parameters_of_now_are_back_after_a_job_with_old_ones() -> None:
+    run = asynchronous()
+    network, stage = NearExperts(run), TrunkStage(run, "cpu")
+    flight = stage.free_flight(*text())
+    step(stage)
+    before = stage.trunk.digest()
+    gradients(stage, network, flight)
+    assert stage.trunk.digest() == before
+    step(stage)
+    assert stage.trunk.digest() != before
+
+
+def test_old_parameters_are_kept_once_and_freed_with_their_last_microbatch() -> None:
+    stage = TrunkStage(asynchronous(), "cpu")
+    flights = [stage.free_flight(*text()) for _ in range(3)]
+    step(stage)
+    snapshots = {id(flight.era.snapshot) for flight in flights}
+    assert len(snapshots) == 1
+    assert flights[0].era.snapshot is not None
+    assert flights[0].era.snapshot.flat is not None
+    before = len([one for one in gc.get_objects() if type(one).__name__ == "Snapshot"])
+    flights.clear()
+    assert len([one for one in gc.get_objects() if type(one).__name__ == "Snapshot"]) == before - 1
+
+
+def test_a_microbatch_of_too_old_parameters_is_dropped_and_one_of_another_state_begins_again() -> None:
+    run = asynchronous(most_stale=2)
+    stage = TrunkStage(run, "cpu")
+    flight = stage.free_flight(*text())
+    step(stage)
+    step(stage)
+    flight.depart()
+    step(stage)
+    with pytest.raises(TooOld):
+        flight.depart()
+    flight = stage.free_flight(*text())
+    stage.load(stage.state())
+    with pytest.raises(Stale) as found:
+        flight.depart()
+    assert not isinstance(found.value, TooOld)
+
+
+def landed(stage: TrunkStage, network: NearExperts, count: int, queue: LandingQueue) -> list[dict[int, torch.Tensor]]:
+    found = []
+    for seed in range(count):
+        flight = stage.free_flight(*text(seed))
+        gradients(stage, network, flight)
+        found.append({i: one.clone() for i, one in flight.gradients.items()})
+        queue.add(flight)
+    return found
+
+
+def test_microbatches_that_share_a_place_count_with_their_mean() -> None:
+    run = asynchronous()
+    network, stage, queue = NearExperts(run), TrunkStage(run, "cpu"), LandingQueue(2)
+    alone = landed(stage, network, 5, queue)
+    assert len(queue) == 2
+    assert queue.shared == 3
+    first = stage.land_next(0, Mb("me", 1), queue)
+    second = stage.land_next(0, Mb("me", 2), queue)
+    assert first is not None
+    assert second is not None
+    assert [first.flights, second.flights] == [2, 3]
+    assert stage.land_next(0, Mb("me", 3), queue) is None
+    assert stage.held == [Mb("me", 1), Mb("me", 2)]
+    assert first.oldest == second.oldest == 0
+    for i, view in enumerate(stage.trunk.layout.views(stage.trunk._sums.due)):
+        means = [torch.stack([alone[n][i] for n in group]).mean(0) for group in ([0, 3], [1, 2, 4])]
+        assert torch.allclose(view, means[0] + means[1], atol=1e-5)
+
+
+def test_gradients_that_waited_for_too_long_are_dropped_and_counted() -> None:
+    run = asynchronous(most_stale=1)
+    network, stage, queue = NearExperts(run), TrunkStage(run, "cpu"), LandingQueue(8)
+    landed(stage, network, 2, queue)
+    step(stage)
+    landed(stage, network, 1, queue)
+    step(stage)
+    found = stage.land_next(2, Mb("me", 1), queue)
+    assert found is not None
+    assert found.oldest == 1
+    assert queue.too_old == 2
+    with pytest.raises(Stale):
+        stage.land_next(3, Mb("me", 2), queue)
+
+
+def test_a_synchronous_trunk_keeps_nothing_and_its_eras_have_no_snapshot() -> None:
+    run = msgspec.structs.replace(asynchronous(), optimizer=OptimizerSection(name="sgd", lr=0.1))
+    stage = TrunkStage(run, "cpu")
+    flight = stage.flight(0, *text())
+    assert flight.era.snapshot is None
+    step(stage)
+    with pytest.raises(Stale):
+        flight.depart()
