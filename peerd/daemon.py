@@ -318,11 +318,14 @@ class Daemon:
         if limit.cancelled_caught:
             late = [held.cls.name for held in self._held if held.state == "running"]
             self._log.event("role.left_late", level="warn", roles=late, after_s=LEAVE_S)
+            for what in self._not_saved():
+                self._log.event("role.not_saved", level="warn", what=what)
 
     def _unsaved(self) -> list[str]:
         """What roles that leave still have to write, as sentences; nothing where a failure ends the process."""
-        if self._failure is not None:
-            return []
+        return [] if self._failure is not None else self._not_saved()
+
+    def _not_saved(self) -> list[str]:
         roles = [held.role for held in self._held if held.role is not None and held.state == "running"]
         return [found for role in roles if isinstance(found := getattr(role, "unsaved", None), str)]
 

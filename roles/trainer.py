@@ -130,10 +130,13 @@ class TrainerRole:
                 nursery.start_soon(self._services.keep_comparing)
             task_status.started()
             await self._contributor.follow()
-            await self._finish()
+            evaluates = self.replica is None or self.replica.step == self._books.step  # else its own stage is not ready
+            if self._final is not None:
+                await self._final.fetched(self._books.step)
+            await self._finish(evaluates=evaluates)
             if self.replica is not None:
                 if self._final is not None:
-                    await self._final.settled(self._books.step)
+                    await self._final.given(self._books.step)
                 await self.replica.leave()
             nursery.cancel_scope.cancel()
 
@@ -374,10 +377,10 @@ class TrainerRole:
         self._evaluations.append((step, self._valid_loss))
         self._ctx.log.event("trainer.evaluated", step=step, loss=round(self._valid_loss, 4))
 
-    async def _finish(self) -> None:
-        """Make the last evaluation, publish the last progress, save the data position."""
+    async def _finish(self, *, evaluates: bool) -> None:
+        """Make the last evaluation, if it is ours to make, publish the last progress, save the data position."""
         answer = self._contributor.answer
-        if answer is not None and answer.evaluate and self._run.evaluate.every_steps:
+        if evaluates and answer is not None and answer.evaluate and self._run.evaluate.every_steps:
             self._evaluated_step = answer.step
             with trio.move_on_after(math.inf if self._flights is None else _LAST_EVALUATION_S):
                 await self._evaluate(answer.step)

@@ -95,6 +95,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.training.replica.final_state._SLOW_LINE_BYTES_PER_S": BYTES,
     "peerd.training.stage.moving._LOOK_S": PAUSE,
     "peerd.training.stage.post._LEAVE_PATIENCE_S": LEAVING,
+    "peerd.training.stage.post._LIST_S": LEAVING,
     "peerd.training.contributor._LEAVE_PATIENCE_S": LEAVING,
     # states and checkpoints
     "peerd.service.state.fetch._RELEASE_S": SMALL,

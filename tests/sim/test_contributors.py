@@ -148,9 +148,45 @@ async def end_with_one_that_rests(roles: Roles) -> None:
     async with World(1, swarm(), WorldConfig(line=lambda _: line(100.0))).running() as world:
         await begin(world, roles, 3)
         slow = roles.live["slow"].replica
+
+        def finished(name: str) -> bool:
+            return bool([event for event in roles.logs[name].recent(500) if event["name"] == "trainer.finished"])
+
+        names = [f"fast{number}" for number in range(3)]
+        assert await world.until(lambda: all(map(finished, names)), within_s=1200), roles.story()
         assert await world.until(lambda: slow.step == STEPS, within_s=1200), roles.story()
         digests = {roles.live[name].replica.post.served.module.digest() for name in ("fast0", "slow")}
         assert len(digests) == 1
+
+
+async def lose_the_conductor_that_rests(roles: Roles) -> None:
+    async with World(1, swarm(), WorldConfig(line=lambda _: line(100.0))).running() as world:
+        world.bootstrap.append((await world.start("boot")).full_addr)
+        slow = [f"slow{number}" for number in range(3)]
+        for name in slow:
+            await start(world, roles, name, SLOW_MBIT)
+        await trio.sleep(8)  # one of them conducts
+        for number in range(2):
+            await start(world, roles, f"fast{number}", FAST_MBIT)
+        assert await world.until(lambda: all(rests(roles, name) for name in slow), within_s=900), roles.story()
+        at = roles.replica_step()
+        assert await world.until(lambda: roles.replica_step() >= at + 4, within_s=400), roles.story()
+        before, conductors = roles.replica_step(), roles.conductors()
+        for name in conductors:
+            await world.kill(world.nodes[name])
+        others = [name for name in slow if name not in conductors]
+        assert await world.until(lambda: roles.replica_step() >= before + 3, within_s=400), roles.story()
+        steps = [int(note.rsplit(maxsplit=1)[-1]) for note in roles.conductor_notes() if "stands at step" in note]
+        print(f"killed {conductors} at step {before}; the swarm stood at {steps}")
+        assert steps[-1] >= before - 1
+        assert all(roles.live[name].replica.step < before for name in others if rests(roles, name))
+
+
+@pytest.mark.thorough
+def test_when_most_rest_and_the_conductor_dies_the_run_goes_on_from_the_newest_step(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    roles = Roles(run_of(tmp_path), tmp_path / "peers", partial(PacedDevice, MICROBATCH_S))
+    run_virtual(lose_the_conductor_that_rests, roles, seed=1)
 
 
 @pytest.mark.thorough

@@ -80,3 +80,55 @@ def test_the_last_copy_of_a_state_is_saved_before_its_peer_leaves(
     print(f"{took_s:.1f} s")
     assert (took_s >= DISK_S) == waits
     assert took_s < 2 * DISK_S
+
+
+class StuckDevice(PacedDevice):
+    """A device that never copies its state."""
+
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
+        cost_s = 1e6 if name == "copy the state" else cost_s
+        return await super().run(job, name=name, cost_s=cost_s, urgent=urgent)
+
+
+async def leave_all_of_a_stage(roles: Roles) -> float:
+    """Seconds that both peers of stage 1 take to leave at the same time; at least one has saved its state."""
+    async with home_world(1) as world:
+        for number, stage in enumerate((0, 1, 1)):
+            await world.start(f"stage{number}", program=roles.program(StageRole, run=of_stage(roles.run, stage)))
+        await world.start("trainer", program=roles.program(TrainerRole))
+        assert await world.until(lambda: bool(roles.steps()) and min(roles.steps()) >= 4, within_s=120), roles.story()
+        leaving, began = [roles.live[f"stage{number}"] for number in (1, 2)], trio.current_time()
+        posts = [role.post for role in leaving]
+        async with trio.open_nursery() as nursery:
+            for role in leaving:
+                nursery.start_soon(role.leave)
+        newest = max(post.state.position for post in posts)
+        assert [post for post in posts if newest in post.saving.positions], "nobody has saved the newest state"
+        return trio.current_time() - began
+
+
+@pytest.mark.thorough
+def test_where_all_holders_of_a_state_leave_at_once_one_of_them_saves_it(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    roles = Roles(virtual_run(tmp_path, (20000,), stages=2), tmp_path / "peers", lambda: SlowDisk(0.05))
+    took_s = run_virtual(leave_all_of_a_stage, roles, seed=1)
+    assert DISK_S <= took_s < 2 * DISK_S
+
+
+async def leave_a_stuck_device(roles: Roles) -> float:
+    async with home_world(1) as world:
+        for stage in (0, 1):
+            await world.start(f"stage{stage}", program=roles.program(StageRole, run=of_stage(roles.run, stage)))
+        await world.start("trainer", program=roles.program(TrainerRole))
+        assert await world.until(lambda: bool(roles.steps()) and min(roles.steps()) >= 2, within_s=120), roles.story()
+        role, began = roles.live["stage1"], trio.current_time()
+        await role.leave()
+        assert role.unsaved is None
+        return trio.current_time() - began
+
+
+@pytest.mark.thorough
+def test_a_device_that_is_stuck_holds_nobody_up_for_ever(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    roles = Roles(virtual_run(tmp_path, (20000,), stages=2), tmp_path / "peers", lambda: StuckDevice(0.05))
+    assert run_virtual(leave_a_stuck_device, roles, seed=1) < 45.0

@@ -5,9 +5,8 @@ which peer holds each one's gradient in each stage. Trainers and stage peers rep
 news; it closes the step by `prepare` (average inside each stage) and `commit` (step the optimizer) calls to the stage
 peers. Everything may be repeated: calls name microbatches, steps and attempts by id. In a delayed run a second ledger
 is open meanwhile, that of the step after: its microbatches are `early`. A microbatch's `seq` is unique for its trainer
-(session in the upper bits); the authenticated connection says which trainer that is. Every bound here is kept by the
-sender, too: what is longer is told in parts (the list of members, what is done, what is to be repeated), or cut by a
-rule that stands at the field.
+(session in the upper bits); the authenticated connection says which trainer that is. Senders keep these bounds, too:
+what is longer is sent in parts (the list of members, for example), or cut by a rule that stands at the field.
 """
 
 from __future__ import annotations
@@ -123,6 +122,7 @@ class MemberInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     since: Moment = 0.0  # when it joined its stage; 0 of a helper
     rate: WorkRateTold = 0.0  # microbatches a second, as far as batches bear it out; 0: not known
     helped: bool = False  # its peer has helped to make a step: it is a member of the run
+    rests: bool = False  # it contributes no gradients for now, and makes no steps
 
 
 class MemberNews(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -88,6 +88,10 @@ class Admission:
             self._first = min(self._trainers, default=None)
         return self._first
 
+    def first_at_work(self) -> str | None:
+        """The first trainer by name of those that have something to do; of all, where none has."""
+        return min(self._trainers.keys() - self.resting, default=None) if self.resting else self.first()
+
     def report(self, trainer: str, wishes: tuple[int, ...], bound: Iterable[int] = (), bound_to: int = 0) -> None:
         """Record what the trainer has open now; `bound` are good for step `bound_to` only."""
         known = self._trainers.get(trainer)

@@ -71,6 +71,8 @@ class Conductor:
         self._blame = Blame(config.ban_s, self.batches, self.roster, self.search.established, origin)
         self._closing = Closing(config, self.batches, self.roster, self._blame, rng)
         self.resting = Resting(config, self.roster, self._pace)
+        self.resting.begins = self.search.established.rest
+        self.search.established.rest(origin.resting)
         if self.batches.trainers.own_pace:
             self.batches.trainers.resting = self.resting.peers
         self._step = StepCycle(config, self.batches, self.roster, self.course, self._closing, self.resting)
@@ -179,7 +181,7 @@ class Conductor:
 
     def members(self) -> list[MemberInfo]:
         """Every living member, sorted by peer, and then the helpers."""
-        return self.roster.members(self._is_ready)
+        return self.roster.members(self._is_ready, self.resting)
 
     def admitted(self, trainer: str, early: bool = False) -> list[int]:
         """The trainer's microbatches in this step's batch, or in the next one's."""
@@ -199,7 +201,7 @@ class Conductor:
 
     def evaluates(self, trainer: str) -> bool:
         """True for the one trainer that evaluates: the first by name."""
-        return trainer == self.batches.trainers.first()
+        return trainer == self.batches.trainers.first_at_work()
 
     def waits_for(self) -> str:
         """The reason that no microbatch is admitted, or the trainers that the step waits for; "" when there is none."""
@@ -271,7 +273,8 @@ class Conductor:
             self._divergence.member_came()
         entry = self.roster.enter(hello)
         due, early = frozenset[Mb](), frozenset[Mb]()
-        self._step.out += self.resting.came(now, peer, self.current)
+        if self.phase in (Phase.OPEN, Phase.CLOSING):
+            self._step.out += self.resting.came(now, peer, self.current)
         if peer in self.resting:
             pass  # what it holds is done again by others
         elif hello.position == self.current:

@@ -18,12 +18,16 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import FORESEEABLE_S, LINE_BYTES_PER_S
 from peerd.core.messages.contributions import Rest
 from peerd.core.messages.swarm import MAX_MEMBERS, Position
 from peerd.machine.averaging.contributors import (
+    HARMLESS,
     LEAST,
+    WORTH_RESTING,
     ContributorChoice,
     ContributorRates,
     StepCost,
@@ -36,6 +40,7 @@ from peerd.machine.swarm.roster import Roster
 _LOOKS_TO_REST = 2  # steps after which a contributor should rest, one after the other, before it does
 _LOOKS_TO_RETURN = 3
 _LEAST_S = 1e-6  # of computing
+_LOOKED_AT = 32  # absent members of a stage at each step
 _TRY_SHARE = 30.0  # a try may cost one part in so many of the time since the last one
 _TRY_LEAST_S = 600.0
 _TRIES_MOST = 6  # doublings of the pause
@@ -70,6 +75,9 @@ class Resting:
             MAX_MEMBERS
         )  # members that were lost while they rested: nobody waits for them
         self._looks = BoundedDict[str, int](MAX_MEMBERS)  # how often in a row a member's place was to change
+        self._weighed = dict[str, Rest | None]()  # members that came in this step, and what was found
+        self._last_looked: dict[int, str] = {}  # by stage, the last of the absent members that were looked at
+        self.begins: Callable[[list[str]], None] = lambda posts: None  # told who begins to rest
         self._measured: _Measured | None = None  # None: no step was made yet
         self._opened_at: float | None = None
         self._filled_at: float | None = None
@@ -93,18 +101,34 @@ class Resting:
         self._filled_at = now
 
     def came(self, now: float, post: str, current: Position | None) -> list[Note]:
-        """A member has come, or has said more of itself; where its line is too slow it rests at once."""
+        """A member has come, or has said more of itself; where its line is too slow it rests at once.
+
+        It is weighed once a step, however often it comes.
+        """
         entry = self._roster.entries.get(post)
-        if self._measured is None or entry is None or post in self._resting or entry.position == current:
+        if not self._config.weighs or self._measured is None or entry is None or entry.position == current:
             return []
-        return self._look_at(now, entry.stage, current, only=post)
+        if post in self._resting:
+            return []
+        if post not in self._weighed:
+            notes = self._look_at_absent(now, entry.stage, [post], current)
+            self._weighed[post] = self.of(post)
+            return notes
+        if (rest := self._weighed[post]) is not None:
+            self._begin(now, post, rest)
+            self._tell_lines(entry.stage)
+        return []
 
     def lost(self, post: str, stage: int, current: Position | None) -> None:
-        """A member is gone; where no contributor of its stage is left, those that rest contribute."""
+        """A member is gone; where no contributor of its stage is left, those that rest contribute.
+
+        `current` is None while members are on their way to another position: then nobody knows yet who is left.
+        """
         if post in self._resting:
             self._no_help[post] = None
-        self._forget([post])
-        if not self.at_work(stage, current):
+            self._tries[post] = self._resting[post].tries
+            self._forget([post])
+        if current is not None and not self.at_work(stage, current):
             self._forget(self._of_stage(stage))
         self._tell_lines(stage)
 
@@ -117,12 +141,16 @@ class Resting:
 
     def step_made(self, now: float, current: Position) -> list[Note]:
         """A step was made, and led to `current`: look at who should contribute to the next ones."""
+        if not self._config.weighs:
+            return []
         self._measure(now, current)
         self._opened_at, self._filled_at = now, None
+        self._weighed.clear()
         notes = list[Note]()
-        if self._config.weighs and self._measured is not None:
+        if self._measured is not None:
             for stage in self._roster.stages:
-                notes += self._look_at(now, stage, current)
+                notes += self._look_at_workers(now, stage, current)
+                notes += self._look_at_absent(now, stage, self._in_turn(stage, current), current)
         return notes
 
     # --- measuring --------------------------------------------------------------------------------------------
@@ -135,7 +163,7 @@ class Resting:
         computed = averaged = 0.0
         for stage in self._roster.stages:
             if workers := self.at_work(stage, current):
-                choice = self._choice(stage, self._roster.of_stage(stage), _Measured())
+                choice = self._choice(stage, workers, _Measured())
                 computed = max(computed, choice.computing_s(workers))
                 averaged = max(averaged, choice.averaging_s(workers))
         seen = not self._config.delayed and computed > 0  # else it is not seen how long the batch took
@@ -150,37 +178,57 @@ class Resting:
 
     # --- choosing ---------------------------------------------------------------------------------------------
 
-    def _look_at(self, now: float, stage: int, current: Position | None, only: str = "") -> list[Note]:
-        """Choose who of a stage rests; `only`: among its contributors and this newcomer, of which alone it decides."""
-        posts, workers = self._roster.of_stage(stage), self.at_work(stage, current)
-        if len(posts) <= LEAST or not workers:
-            return self._return(self._of_stage(stage))
-        if only:
-            posts = sorted({*workers, only})
-        tried = {post for post in posts if self._may_be_tried(now, post)}
-        choice = self._choice(stage, posts, self._known, self._other_stages(stage, current), tried)
-        absent = frozenset(posts).difference(workers)
-        rests = choice.choose(absent)
-        back = [] if only else self._to_return(sorted(absent - rests), workers, tried)
-        begin = [post for post in sorted(absent & rests) if post not in self._resting]
-        begin += [] if only else self._to_leave(workers, rests)
-        contributing = frozenset(posts) - rests
-        notes = self._return(back) + [self._lay_off(now, post, choice, contributing) for post in begin]
-        self._tell_lines(stage)
-        return notes
+    def _look_at_workers(self, now: float, stage: int, current: Position) -> list[Note]:
+        """Choose which contributors of a stage rest: those that were to rest at the last looks as well.
 
-    def _to_leave(self, workers: Sequence[str], rests: frozenset[str]) -> list[str]:
-        """The contributors that were to rest at the last looks as well; nobody, while too few others are there."""
+        Members that are not there yet have no part in it: what they would contribute is their word alone.
+        """
+        workers = self.at_work(stage, current)
+        if len(workers) <= LEAST:
+            return []
+        choice = self._choice(stage, workers, self._known, self._other_stages(stage, current))
+        rests = choice.choose()
         for post in workers:
             if post not in rests:
                 self._looks.pop(post, None)
-        found = self._often([post for post in workers if post in rests], _LOOKS_TO_REST, self._tries)
-        return found if len(workers) - len(found) >= min(LEAST, len(workers)) else []
+        leaving = self._often(sorted(rests), _LOOKS_TO_REST, self._tries)
+        contributing = frozenset(workers) - rests
+        notes = [self._lay_off(now, post, choice, contributing) for post in leaving]
+        self._tell_lines(stage)
+        return notes
 
-    def _to_return(self, found: Sequence[str], workers: Sequence[str], tried: Container[str]) -> list[str]:
-        """The resting members, of those that should contribute, that have been found often enough to be worth it."""
-        resting = [post for post in found if post in self._resting]
-        return resting if len(workers) < LEAST else self._often(resting, _LOOKS_TO_RETURN, tried)
+    def _look_at_absent(self, now: float, stage: int, posts: Sequence[str], current: Position | None) -> list[Note]:
+        """Compare a step with and without each of these, which are not at `current`: newcomers, and those that rest."""
+        workers = self.at_work(stage, current)
+        if len(workers) < LEAST:
+            return self._return(self._of_stage(stage))
+        if not posts:
+            return []
+        tried = {post for post in posts if self._may_be_tried(now, post)}
+        others_s = self._other_stages(stage, current)
+        choice = self._choice(stage, [*workers, *posts], self._known, others_s, tried)
+        without_s, notes = choice.step_s(workers), list[Note]()
+        for post in posts:
+            with_s, found = choice.step_s([*workers, post]), self._resting.get(post)
+            if found is None and with_s > WORTH_RESTING * without_s:
+                notes.append(self._lay_off(now, post, choice, frozenset(workers)))
+            elif found is not None and post not in tried:
+                found.rest = msgspec.structs.replace(found.rest, with_s=_told(with_s), without_s=_told(without_s))
+            if found is not None and with_s > HARMLESS * without_s:
+                self._looks.pop(post, None)
+            elif found is not None and self._often([post], _LOOKS_TO_RETURN, tried):
+                notes += self._return([post])
+        self._tell_lines(stage)
+        return notes
+
+    def _in_turn(self, stage: int, current: Position) -> list[str]:
+        """Some of the members that are not at `current`, others at each step."""
+        absent = [post for post in self._roster.of_stage(stage) if self._roster.entries[post].position != current]
+        absent += [post for post in self._of_stage(stage) if self._roster.entries[post].position == current]
+        after = [post for post in absent if post > self._last_looked.get(stage, "")]
+        found = (after + [post for post in absent if post not in set(after)])[:_LOOKED_AT]
+        self._last_looked[stage] = found[-1] if found else ""
+        return found
 
     def _often(self, posts: Iterable[str], looks: int, at_once: Container[str]) -> list[str]:
         found = list[str]()
@@ -209,6 +257,7 @@ class Resting:
             other_averaging_s=others_s[1],
         )
         helpers = [lines.member_line(info.peer) for info in lines.helpers() if info.stage == stage]
+        helpers += [lines.member_line(post) for post in self._helping(stage) if post not in posts]
         known = [
             with_unknown(one, line=lines.is_measured(one.peer), pace=True) if one.peer in tried else one
             for one in found
@@ -220,7 +269,7 @@ class Resting:
         computing_s = averaging_s = 0.0
         for other in self._roster.stages:
             if other != stage and (workers := self.at_work(other, current)):
-                choice = self._choice(other, self._roster.of_stage(other), self._known)
+                choice = self._choice(other, workers, self._known)
                 computing_s = max(computing_s, choice.computing_s(workers))
                 averaging_s = max(averaging_s, choice.averaging_s(workers))
         return computing_s, averaging_s
@@ -240,22 +289,23 @@ class Resting:
     def _lay_off(self, now: float, post: str, choice: ContributorChoice, contributing: frozenset[str]) -> Note:
         others = contributing - {post}
         with_s, without_s = choice.step_s(others | {post}), choice.step_s(others)
-        rest = Rest(
-            min(with_s, FORESEEABLE_S),
-            min(without_s, FORESEEABLE_S),
-            min(choice.needed_bytes_per_s(others, post) or 0.0, LINE_BYTES_PER_S),
-        )
+        needed = choice.needed_bytes_per_s(others, post) or 0.0
+        self._begin(now, post, Rest(_told(with_s), _told(without_s), min(needed, LINE_BYTES_PER_S)))
+        told = f"with its gradients a step would take {with_s:.1f} s, and takes {without_s:.1f} s without them"
+        return Note(f"peer {short(post)} rests: {told}")
+
+    def _begin(self, now: float, post: str, rest: Rest) -> None:
         stage = self._roster.entries[post].stage
         self._resting[post] = _Resting(rest, stage, now, self._tries.pop(post, 0))
         self.peers.add(peer_of(post))
+        self.begins([post])
         self._looks.pop(post, None)
-        told = f"with its gradients a step would take {with_s:.1f} s, and takes {without_s:.1f} s without them"
-        return Note(f"peer {short(post)} rests: {told}")
 
     def _return(self, posts: Iterable[str]) -> list[Note]:
         notes = list[Note]()
         for post in posts:
             stage, self._tries[post] = self._resting[post].stage, self._resting[post].tries + 1
+            self._no_help.pop(post, None)
             self._forget([post])
             self._tell_lines(stage)
             notes.append(Note(f"peer {short(post)} contributes again, once it has caught up"))
@@ -270,6 +320,12 @@ class Resting:
     def _of_stage(self, stage: int) -> list[str]:
         return [post for post, found in self._resting.items() if found.stage == stage]
 
+    def _helping(self, stage: int) -> list[str]:
+        return [post for post in self._of_stage(stage) if post not in self._no_help]
+
     def _tell_lines(self, stage: int) -> None:
-        able = frozenset(post for post in self._of_stage(stage) if post not in self._no_help)
-        self._roster.lines.lay_off(stage, able)
+        self._roster.lines.lay_off(stage, frozenset(self._helping(stage)))
+
+
+def _told(seconds: float) -> float:
+    return min(seconds, FORESEEABLE_S)

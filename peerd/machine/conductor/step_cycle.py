@@ -190,6 +190,6 @@ class StepCycle:
         self._closing.lost(peer, entry.stage if entry is not None else None)
         if entry is not None:
             self._batches.lose(peer, now)
-            self._resting.lost(peer, entry.stage, self._course.current)
+            self._resting.lost(peer, entry.stage, None if self._course.commits else self._course.current)
             self._course.moving.discard(peer)
             self._closing.changed = True

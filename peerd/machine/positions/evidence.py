@@ -73,9 +73,11 @@ class Evidence:
         self._has_stepped = True
         self._see(position, established)
 
-    def told(self, position: Position, established: Mapping[str, int]) -> None:
-        """The conductor says that the swarm is at `position`: it counts until this peer has made a step itself."""
-        if not self._has_stepped and position.step:
+    def told(self, position: Position, established: Mapping[str, int], *, rests: bool = False) -> None:
+        """The conductor says that the swarm is at `position`: it counts until this peer has made a step itself, and
+        while it `rests`, since it makes none then.
+        """
+        if (rests or not self._has_stepped) and position.step:
             self._see(position, established)
 
     def _see(self, position: Position, established: Mapping[str, int]) -> None:

@@ -11,7 +11,7 @@ The start is always proven. Up to a third of the established members, and any nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Set
 from enum import Enum, auto
 from typing import Final
 
@@ -44,6 +44,7 @@ class Established:
         self._stage: dict[str, int] = {}
         self._of: dict[int, dict[str, int]] = {}  # the step of each one's last commit
         self._peers: frozenset[str] | None = None
+        self._resting = set[str]()  # members that made no step of late, since the conductor let them rest
         for peer, stage in known.items():
             self.add(peer, stage)
 
@@ -51,6 +52,7 @@ class Established:
         """The peer took part in the commit of `step` in this stage."""
         self.additions += 1
         self._peers = None
+        self._resting.discard(peer)
         if peer in self._stage:
             del self._of[self._stage[peer]][peer]
         self._stage[peer] = stage
@@ -58,6 +60,17 @@ class Established:
         known[peer] = step  # the latest comes last
         if len(known) > ESTABLISHED_MEMBERS:
             self._forget(next(iter(known)))
+
+    def rest(self, posts: Iterable[str]) -> None:
+        """These rest: while others of their stage are there, they have no say on steps that they do not make."""
+        self._resting.update(post for post in posts if post in self._stage)
+        self._peers = None
+
+    def _known(self, stage: int, members: Container[str]) -> Set[str]:
+        """The known members of a stage that have a say: those that rest only where no other is there."""
+        known = self._of.get(stage, {}).keys()
+        at_work = known - self._resting
+        return at_work if any(post in members for post in at_work) else known
 
     def step_made(self, step: int) -> None:
         """Forget those that took no part in the last ESTABLISHED_STEPS: who is gone for good has no say for ever."""
@@ -71,6 +84,7 @@ class Established:
     def _forget(self, peer: str) -> None:
         self.additions += 1
         self._peers = None
+        self._resting.discard(peer)
         del self._of[self._stage.pop(peer)][peer]
 
     def __contains__(self, peer: object) -> bool:
@@ -82,9 +96,9 @@ class Established:
 
     @property
     def peers(self) -> frozenset[str]:
-        """The peers of all these members."""
+        """The peers of all these members, but for those that rest, unless all do."""
         if self._peers is None:
-            self._peers = frozenset(map(peer_of, self._stage))
+            self._peers = frozenset(map(peer_of, self._stage.keys() - self._resting or self._stage))
         return self._peers
 
     def vouch(self, stage: int, claims: Set[str], members: Collection[str]) -> bool:
@@ -94,7 +108,7 @@ class Established:
         `claims`: those that say so; `members`: all that are there. Where all its established members are gone,
         newcomers do not vouch for what they had; where none are known, they do.
         """
-        known = self._of.get(stage, {}).keys()
+        known = self._known(stage, members)
         present = {post for post in known if post in members}
         return 3 * len(claims & present) > len(present) if present else not known - self._moved_away(members)
 
@@ -102,7 +116,7 @@ class Established:
         """The part of the known members of a stage that `posts` are, dead ones included, but for those that serve
         another stage now; where none is known, of `others`.
         """
-        known = self._of.get(stage, {}).keys() - self._moved_away(members) or others()
+        known = self._known(stage, members) - self._moved_away(members) or others()
         return len(known & posts) / max(1, len(known))
 
     def has_any(self, stage: int, members: Collection[str]) -> bool:

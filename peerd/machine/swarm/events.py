@@ -54,6 +54,7 @@ class Origin:
 
     own: str = ""
     established: Mapping[str, int] = field(default_factory=dict)
+    resting: Collection[str] = ()  # of these, the members that it named as resting
     seen: Collection[Position] = ()  # positions of the swarm that the own peer took part in, or was told of
     trusted: Collection[str] = ()  # peers whose word the user takes
     cold: bool = False  # what it knows is from before a restart: members that are away may come back with their states

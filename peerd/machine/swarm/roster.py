@@ -261,7 +261,7 @@ class Roster:
         known = [m for post, m in has.items() if post in part_of_run and m.counted]
         return set[Mb]().union(*(entry.counted for entry in known or has.values()))
 
-    def members(self, serves: Callable[[str, Position], bool]) -> list[MemberInfo]:
+    def members(self, serves: Callable[[str, Position], bool], resting: Container[str] = ()) -> list[MemberInfo]:
         """Every living member, sorted by post, and then the helpers. `serves`: is one that stands there ready?"""
         members = [
             MemberInfo(
@@ -273,6 +273,7 @@ class Roster:
                 since=m.since,
                 rate=self._rates.get(peer, 0.0),
                 helped=peer_of(peer) in self._helped,
+                rests=peer in resting,
             )
             for peer, m in sorted(self.entries.items())
         ]

@@ -91,6 +91,7 @@ class ConductorClient:
     run_waits_for: str = ""  # the reason that the run stands still, by the conductor's last answer; "" when it moves
     members: list[MemberInfo] = field(default_factory=list)  # as the conductor listed them last
     established: dict[str, int] = field(default_factory=dict)  # post that helped to make a step -> its stage
+    resting: set[str] = field(default_factory=set)  # of these, posts that rest
     told: Signal = field(default_factory=Signal)  # set with each such list
     _waits_for: str | None = None
     _helped: set[str] = field(default_factory=set)  # of the peers of `established`, those that helped to make a step
@@ -136,6 +137,7 @@ class ConductorClient:
         late = {post_name(m.peer, m.stage) for m in known}  # members that lag behind stay known
         kept = {p: s for p, s in self.established.items() if s not in stages or p in late}
         self.established = kept | ready
+        self.resting = {post for m in known if m.rests and (post := post_name(m.peer, m.stage)) in kept}
         helped = self._helped | {m.peer for m in known if m.helped}  # a new conductor does not know it at first
         self._helped = helped & set(map(peer_of, self.established))
         self.told.notify()

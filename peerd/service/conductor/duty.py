@@ -122,6 +122,7 @@ class Duty:
         origin = Origin(
             own=post_name(own.text, 0),
             established=self._following.established or evidence.established,
+            resting=self._following.resting,
             verify=self._is_receipt,
             place_of=self._place,
             seen=evidence.seen,

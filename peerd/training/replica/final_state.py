@@ -1,9 +1,9 @@
 """FinalState: what a replica waits for when its run has made all its steps, before its process ends.
 
 First for the finished model itself: a replica that rested, or lagged behind, fetches it from the others. Then for a
-backbone to keep it: once the last replica has left, nobody else can give it. Both waits end by silence, or after a time
-that grows with the state's size, and log what was not had. A stranger that says it is a backbone, and fetches nothing,
-costs _SILENT_S.
+backbone to keep it, and for the members that do not have it: once the last replica has left, nobody else can give it.
+The waits end by silence, or after a time that grows with the state's size, and log what was not had. A stranger that
+says it is a backbone or a member, and fetches nothing, costs _SILENT_S.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.training.stage.member import StageMember
 
-_SILENT_S: Final = 60.0  # without a byte of a state
+_SILENT_S: Final = 120.0  # without a piece of a state, which takes its time on a slow line
 _SLOW_LINE_BYTES_PER_S: Final = 125_000.0
 _LOOK_S: Final = 1.0
 
@@ -29,15 +29,24 @@ class FinalState:
         self._ctx, self._services, self._replica = ctx, services, replica
         self.waits_for: str | None = None
 
-    async def settled(self, step: int) -> None:
-        """Wait until this replica has the model of the run's last `step`, and a backbone keeps it, if there is one."""
+    async def fetched(self, step: int) -> None:
+        """Wait until this replica has the model of the run's last `step`, or until it cannot be had."""
         post = self._replica.post
         if post is None or not post.state.built:
             return
         try:
             await self._fetch(step)
-            if post.step == step:
-                await self._until_kept()
+        finally:
+            self.waits_for = None
+
+    async def given(self, step: int) -> None:
+        """Wait until a backbone keeps the final state, if there is one, and until the other members have it."""
+        post = self._replica.post
+        if post is None or post.step != step:
+            return
+        try:
+            await self._until_kept()
+            await self._until_all_have_it()
         finally:
             self.waits_for = None
 
@@ -46,7 +55,8 @@ class FinalState:
         post = self._replica.post
         assert post is not None
         self.waits_for = f"the finished model, of step {step}"
-        if not await self._while_bytes_flow(lambda: post.step >= step, lambda: post.catching_up.received_bytes):
+        found = await self._while_bytes_flow(lambda: post.step >= step, lambda: post.catching_up.received_bytes)
+        if not found:
             told = f"this peer has the model of step {post.step}, and not that of the run's last step {step}"
             self._ctx.log.event("final.not_fetched", level="warning", reason=told)
 
@@ -65,6 +75,19 @@ class FinalState:
         if not kept:
             told = f"no backbone has fetched the finished model: it is in {post.saving.directory}"
             self._ctx.log.event("final.not_kept", level="warning", reason=told)
+        for keeper in directory.keepers(position):
+            self._ctx.log.event("final.kept", by=keeper.text)
+
+    async def _until_all_have_it(self) -> None:
+        """Wait for the members that are behind, as long as they fetch the finished model from us or from others."""
+        post, own = self._replica.post, self._ctx.host.id.text
+        assert post is not None
+        self.waits_for = "members that are behind to fetch the finished model"
+
+        def all_have_it() -> bool:
+            return all(m.ready or m.peer == own for m in post.members if m.since)
+
+        await self._while_bytes_flow(all_have_it, lambda: post.catching_up.given_bytes)
 
     async def _while_bytes_flow(self, done: Callable[[], bool], count: Callable[[], int]) -> bool:
         """Wait until `done`: True; or until `count` has not grown for _SILENT_S: False."""

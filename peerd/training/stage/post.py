@@ -9,6 +9,7 @@ serves and offers nothing any more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -48,6 +49,7 @@ from peerd.training.stage.session import ConductorSession, Holdings, PostReport
 from peerd.training.stage_works import stage_works
 
 _LEAVE_PATIENCE_S: Final = 4.0
+_LIST_S: Final = 2.0  # for the conductor to say who is left
 _BRANCH_S: Final = 30.0  # for the disk to take a checkpoint of what nobody else may have,
 _SLOW_DISK_BYTES_PER_S: Final = 10e6  # beside what its bytes may take
 
@@ -80,7 +82,9 @@ class Post:
         self.state.arrived, self.orders.stepped = self._arrived, self._made_step
         self.state.restored = self._restored
         self.catching_up.keep_branch = self._keep_branch
-        self._leaving = self._gave_up_writing = False
+        self._leaving = False
+        self._state_bytes = 0
+        self._write_until = math.inf  # while it leaves, by trio's time
         self._waits_for: str | None = "the stage to be built"
         self._complete = False
         self._rest: Rest | None = None  # it contributes no gradients for now
@@ -93,6 +97,8 @@ class Post:
         """Serve the stage until cancelled."""
         await self.state.build()
         self._rounds.check(self.state.model)
+        specs = await self.state.work(self.state.model.outline, "outline the state")
+        self._state_bytes = sum(spec.nbytes for spec in specs)
         self.handover.room_bytes = room_for_activations(self._run)
         await self.state.return_to_checkpoint()
         await self._store.open()
@@ -193,41 +199,54 @@ class Post:
         self.orders.close()  # what is written now must stay the newest that this post has
         self._announcing.cancel()
         await self.session.say_goodbye()
-        try:
-            await self._write_last()
-        finally:
-            self._gave_up_writing = True
+        await self._write_last()
         return True
 
     async def _write_last(self) -> None:
-        """Write the state that the post leaves with; where others have it, a slow disk is not waited for."""
-        if self.unsaved is None:
-            await self.state.save()
-            with trio.move_on_after(_LEAVE_PATIENCE_S):
-                await self.saving.written()
-            return
-        await self._services.directory.withdraw(self.stage)  # nobody should count on us meanwhile
-        await self.state.save()
-        await self._write_on_slow_disks()
+        """Write the state that the post leaves with; where others have it, a slow disk is not waited for.
 
-    async def _write_on_slow_disks(self) -> None:
-        """Wait until checkpoints are written, as long as a disk may take for them."""
-        specs = await self.state.work(self.state.model.outline, "outline the state")
-        size = sum(spec.nbytes for spec in specs)
-        with trio.move_on_after(_BRANCH_S + size / _SLOW_DISK_BYTES_PER_S):
-            await self.saving.written()
+        The last two holders of a state may leave at the same time, so the conductor is asked who is left after our
+        goodbye. It ends in time though the device or the disk may hang.
+        """
+        disk_s = _BRANCH_S + self._state_bytes / _SLOW_DISK_BYTES_PER_S
+        self._write_until = trio.current_time() + disk_s
+        try:
+            with trio.move_on_after(disk_s):
+                if self._is_unsaved:
+                    await self._look_who_is_left()
+                patience_s = _LEAVE_PATIENCE_S if self.unsaved is None else disk_s
+                if self.unsaved is not None:
+                    await self._services.directory.withdraw(self.stage)  # nobody should count on us meanwhile
+                await self.state.save()
+                with trio.move_on_after(patience_s):
+                    await self.saving.written()
+        finally:
+            self._write_until = -math.inf
+
+    async def _look_who_is_left(self) -> None:
+        """Take the conductor's list after our goodbye; where no conductor answers, nobody is left."""
+        found = None
+        with trio.move_on_after(_LIST_S):
+            found = await self._following.list_members(self._services.fingerprint)
+        self.session.members = found.members if found is not None else []
+
+    @property
+    def _is_unsaved(self) -> bool:
+        """True while the newest state of this post is not on its disk."""
+        built = self.state.built and self.state.keeps_checkpoints
+        return built and bool(self.step) and self.state.position not in self.saving.positions
 
     @property
     def unsaved(self) -> str | None:
-        """The sentence on the state that would be lost if this process ended now; None if none would be."""
-        if not self.state.built or self._gave_up_writing or not self.state.keeps_checkpoints:
-            return None
-        step, own = self.step, self._ctx.host.id.text
-        if not step or self.state.position in self.saving.positions:
+        """The sentence on the state that would be lost if this process ended now; None if none would be, or if the
+        device or the disk have had time enough.
+        """
+        own = self._ctx.host.id.text
+        if not self._is_unsaved or trio.current_time() > self._write_until:
             return None
         if any(m.ready and m.stage == self.stage and m.peer != own for m in self.members):
             return None
-        return f"saving step {step} of stage {self.stage}, which no other peer is known to have"
+        return f"saving step {self.step} of stage {self.stage}, which no other peer is known to have"
 
     # --- as its parts see it ----------------------------------------------------------------------------------
 
@@ -297,7 +316,8 @@ class Post:
         """
         if self.state.position == position:
             await self.state.save()
-            await self._write_on_slow_disks()
+            with trio.move_on_after(_BRANCH_S + self._state_bytes / _SLOW_DISK_BYTES_PER_S):
+                await self.saving.written()
             self.saving.hold(position)
 
     def _made_step(self, before: Position, leap: Leap, counted: int) -> None:
@@ -336,7 +356,8 @@ class Post:
         self._recalling.swarm_is_lost(answer.lost, answer.wanted)
         self._note_rest(answer.rests)
         if answer.current is not None:
-            self._services.proofs.evidence.told(answer.current, self._following.established)
+            rests, established = answer.rests is not None, self._following.established
+            self._services.proofs.evidence.told(answer.current, established, rests=rests)
             if answer.rests is None:  # else there is no use for the swarm's state
                 self.catching_up.swarm_at(answer.current, stated, answer.apart)
 

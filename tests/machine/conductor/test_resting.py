@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from peerd.core.messages.swarm import LineInfo, Position
+from peerd.machine.averaging.contributors import ContributorChoice
 from peerd.machine.conductor.resting import Resting
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.machine.swarm.roster import START, Roster
@@ -203,6 +204,71 @@ def test_in_a_delayed_run_a_line_counts_only_beyond_the_time_of_computing() -> N
 def test_where_nobody_weighs_nobody_rests() -> None:
     scene = Scene()
     scene.resting = Resting(ConductorConfig(stages=1, microbatches=30), scene.roster, lambda post: 1.0)
-    for post, mbit in zip((*FAST, "slow/0"), (100.0, 100.0, 100.0, 1.0), strict=True):
-        scene.come(post, mbit)
+    for post in FAST:
+        scene.come(post, 100.0)
+    scene.make_steps(2)
+    assert scene.come("slow/0", 1.0, position=START) == []
     assert scene.make_steps(10) == []
+    assert "slow/0" not in scene.resting
+
+
+def test_newcomers_that_never_arrive_put_no_contributor_to_rest() -> None:
+    scene = Scene()
+    workers = [f"w{number}/0" for number in range(10)]
+    for number, post in enumerate(workers):
+        scene.pace[post] = 1.0
+        scene.come(post, 200.0 if number < 2 else 20.0)
+    scene.make_steps(3)
+    before = scene.resting.at_work(0, scene.current)
+    for number in range(30):
+        scene.roster.note_line(f"x{number}/0", 0, LineInfo("node", 1e8, 1e8, ELEMENTS, "float32"), ())
+        scene.roster.enter(hello(f"x{number}/0"))
+        scene.resting.came(scene.now, f"x{number}/0", scene.current)
+    scene.catch_up = lambda: None  # type: ignore[method-assign]
+    scene.make_steps(20)
+    assert scene.resting.at_work(0, scene.current) == before
+
+
+def test_a_member_that_reconnects_at_each_step_rests_all_the_same(scene: Scene) -> None:
+    scene.come("slow/0", 1.0)
+    for _ in range(3):
+        scene.make_steps(1)
+        scene.roster.remove("slow/0")
+        scene.resting.lost("slow/0", 0, scene.current)
+        scene.come("slow/0", 1.0)
+    scene.make_steps(1)
+    assert "slow/0" in scene.resting
+
+
+def test_a_loss_while_members_move_ends_no_rest(scene: Scene) -> None:
+    scene.come("slow/0", 1.0, position=START)
+    scene.resting.lost("a/0", 0, None)
+    assert "slow/0" in scene.resting
+
+
+def test_what_a_member_is_told_is_what_steps_take_now(scene: Scene) -> None:
+    scene.come("slow/0", 1.0, position=START)
+    before = scene.resting.of("slow/0")
+    for post in FAST:
+        scene.pace[post] = 0.25
+    scene.make_steps(4)
+    after = scene.resting.of("slow/0")
+    assert before is not None
+    assert after is not None
+    assert after.without_s > 2 * before.without_s
+
+
+def test_a_newcomer_that_comes_again_and_again_is_weighed_once_a_step(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weighed, real = 0, ContributorChoice._step_s
+
+    def counted(self: ContributorChoice, found: set[str], rates: dict[str, float]) -> float:
+        nonlocal weighed
+        weighed += 1
+        return real(self, found, rates)
+
+    monkeypatch.setattr(ContributorChoice, "_step_s", counted)
+    for _ in range(20):
+        scene.come("new/0", 100.0, position=START)
+    assert weighed <= 2
