@@ -389,8 +389,7 @@ class ServedStage:
     def commit(self, step: int, total: Vector, samples: int) -> None:
         """Step the optimizer with `total / samples`; what was held is counted, what was early is held now."""
         self._under_way(step)
-        mean = torch.from_numpy(total) / samples
-        self.module.apply(mean)
+        self.module.apply(torch.from_numpy(total), samples)
         self._held, self._early = self._early, _Book()
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -257,20 +257,23 @@ class StageModule:
             return self._sums.due.clone()
         return torch.cat([self._sums.due, torch.from_numpy(self.buffers.part(leads)).to(self.device)])
 
-    def apply(self, mean_gradient: Tensor) -> None:
-        """One optimizer step with a flat mean gradient; the step goes up by one, its sum is used up."""
-        _need("the mean gradient", mean_gradient, torch.Size([self.total.count]), self.dtype)
-        _need_finite("the mean gradient", mean_gradient)
+    def apply(self, gradient: Tensor, samples: int = 1) -> None:
+        """One optimizer step with `gradient / samples`, flat [total.count], which stays as it is; the step goes up by
+        one, its sum is used up.
+        """
+        _need("the mean gradient", gradient, torch.Size([self.total.count]), self.dtype)
+        _need_finite("the mean gradient", gradient)
         self.changes.need_whole()
         before = self._flat.to("cpu", copy=True) if self.ahead else None
-        mean = mean_gradient[: self.layout.count].to(self._optimizer.device, copy=True)
+        own = gradient[: self.layout.count]
+        room = self._optimizer.room(own)
         with self.changes.one():
             self._before = before
-            self._optimizer.update(self._flat, mean, self.step)
+            self._optimizer.update(self._flat, own, self.step, samples, room)
             self.step += 1
             self._sums.step()
             if self.buffers.shared:
-                self.buffers.step([v.cpu() for v in self.total.views(mean_gradient)[len(self._parameters) :]])
+                self.buffers.step([v.cpu() for v in self.total.views(gradient)[len(self._parameters) :]])
 
     def clear(self) -> None:
         """Forget what was accumulated, for all steps."""
