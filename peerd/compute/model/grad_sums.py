@@ -6,7 +6,7 @@ Flat, one value for each parameter. `ahead` counts steps from the one under way.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -31,29 +31,48 @@ class Sums:
     """Sums for `steps` steps, zero at first."""
 
     def __init__(self, layout: Layout, steps: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._layout = layout
         self._flat = [torch.zeros(layout.count, dtype=dtype, device=device) for _ in range(steps)]
         self._views = [layout.views(flat) for flat in self._flat]
+        self._lent = False  # the sum of the step under way
 
     @property
     def due(self) -> Tensor:
         """The sum of the step under way itself, [layout.count]."""
         return self._flat[0]
 
+    def lend(self) -> Tensor:
+        """The sum of the step under way, which never changes any more: what is added later goes to a copy."""
+        self._lent = True
+        return self._flat[0]
+
+    def _own(self, flat: Callable[[Tensor], Tensor]) -> None:
+        """Put another tensor in the place of a sum that is lent."""
+        if self._lent:
+            self._lent = False
+            self._flat[0] = flat(self._flat[0])
+            self._views[0] = self._layout.views(self._flat[0])
+
     @torch.no_grad()
     def add(self, gradients: Iterable[Tensor | None], alpha: float, ahead: int) -> None:
         """`alpha` times one gradient for each parameter, in the layout's order; None is zero, further ones unused."""
+        if ahead == 0:
+            self._own(torch.clone)
         for total, gradient in zip(self._views[ahead], gradients, strict=False):
             if gradient is not None:
                 total.add_(gradient.to(total.device), alpha=alpha)
 
     def clear(self, ahead: int) -> None:
         """Forget one step's sum."""
-        self._flat[ahead].zero_()
+        if ahead == 0 and self._lent:
+            self._own(torch.zeros_like)
+        else:
+            self._flat[ahead].zero_()
 
     def clear_all(self) -> None:
         """Forget everything."""
-        for flat in self._flat:
-            flat.zero_()
+        for ahead in range(len(self._flat)):
+            self.clear(ahead)
 
     def step(self) -> None:
         """The sum of the step under way is used up: that of the next one takes its place."""

@@ -138,7 +138,9 @@ class Model(Protocol):
         ...
 
     def vector(self, leads: bool = True) -> Vector:
-        """A copy of the sum of the step under way, flat; `leads`: this peer has the lowest id of those that average."""
+        """The sum of the step under way, flat, as it is now; it must not be written to. `leads`: this peer has the
+        lowest id of those that average.
+        """
         ...
 
     def vector_outline(self) -> TensorSpec:
@@ -378,7 +380,7 @@ class ServedStage:
         return self.module.is_finite()
 
     def vector(self, leads: bool = True) -> Vector:
-        """A copy of the gradient sum of the step under way, flat."""
+        """The gradient sum of the step under way, flat; what is added later does not change it."""
         vector: Vector = self.module.gradient(leads).cpu().numpy()
         return vector
 

@@ -252,9 +252,12 @@ class StageModule:
         return all_finite(self._sums.due)
 
     def gradient(self, leads: bool = True) -> Tensor:
-        """A copy of the sum of the step under way, and what of the buffers travels with it, flat [total.count]."""
+        """The sum of the step under way, and what of the buffers travels with it, flat [total.count].
+
+        It is no copy where it can be the sum itself, which then never changes any more: it must not be written to.
+        """
         if not self.buffers.shared:
-            return self._sums.due.clone()
+            return self._sums.lend()
         return torch.cat([self._sums.due, torch.from_numpy(self.buffers.part(leads)).to(self.device)])
 
     def apply(self, gradient: Tensor, samples: int = 1) -> None:

@@ -254,8 +254,8 @@ class UserModel:
         self.buffers.clear(0)
 
     def vector(self, leads: bool = True) -> Vector:
-        """A copy of the sum of the step under way, flat, and what of the buffers travels with it."""
-        due: Vector = self._sums.due.to("cpu", copy=True).numpy()
+        """The sum of the step under way, flat, as it is now, and what of the buffers travels with it."""
+        due: Vector = self._sums.lend().cpu().numpy()
         return np.concatenate([due, self.buffers.part(leads)]) if self.buffers.shared else due
 
     def vector_outline(self) -> TensorSpec:
