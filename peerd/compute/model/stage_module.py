@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from peerd.compute.changes import Changes
 from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import Layout
+from peerd.compute.frozen_state import FrozenState
 from peerd.compute.gpu import settle
 from peerd.compute.model.grad_sums import Sums
 from peerd.compute.model.kept_graph import Graph, SavedBytes, has_room
@@ -235,6 +236,7 @@ class StageModule:
             return
         assert at == self.step - 1, "what is in a sum is one step old at most"
         assert self._before is not None
+        self.changes.announce()
         now = self._flat.clone()
         self._flat.copy_(self._before)
         try:
@@ -287,6 +289,10 @@ class StageModule:
     def state(self) -> dict[str, Tensor]:
         """Copies on the CPU of all that is needed to go on bit for bit from a step's end (not the accumulator)."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.state_views().items()}
+
+    def freeze(self) -> FrozenState:
+        """What `state` copies, as it is now, copied only where the stage goes on before it is read."""
+        return FrozenState(self.state_views(), self.changes)
 
     def state_views(self) -> dict[str, Tensor]:
         """Views of what `state` copies: name to the live tensor itself; `step` is a copy."""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import Layout
+from peerd.compute.frozen_state import FrozenState
 from peerd.compute.model.grad_sums import Sums, to_make_again
 from peerd.compute.model.schedule import Made, Schedule
 from peerd.compute.model.served_stage import Stale, Vector, items_of
@@ -344,6 +345,10 @@ class UserModel:
             state |= {name: tensor.clone() for name, tensor in self.low_rank.state().items()}
         state |= self.buffers.state()
         return state | {"step": torch.tensor(self.step, dtype=torch.int64)}
+
+    def freeze(self) -> FrozenState:
+        """A copy of the state: a user's own code may change the tensors at any time."""
+        return FrozenState(self.state())
 
     def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
         """A frozen copy of the state as (name, dtype, shape, bytes), sorted by name."""

@@ -82,6 +82,10 @@ class Totals:
         while len(self._leaps) > self._most or self.nbytes > self._most_bytes:
             del self._leaps[next(iter(self._leaps))]
 
+    def forget(self) -> None:
+        """Drop all totals: no peer needs them."""
+        self._leaps.clear()
+
     def after(self, before: Position) -> Leap | None:
         """The step that was made from `before`; None: it is not kept any more."""
         return self._leaps.get(before)

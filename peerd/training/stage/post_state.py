@@ -235,12 +235,12 @@ class PostState:
             await self.save()
 
     async def save(self) -> None:
-        """Copy the state and queue it for the disk: training does not wait for the write."""
+        """Freeze the state and queue it for the disk: training does not wait for the write."""
         kept, position = self._own is None or self._own.saves, self.position
         if not kept or not position.step or self._saving.has(position):
             return
         try:
-            state = await self.work(self.model.state, "copy the state")
+            state = await self.work(lambda: self.model.freeze(), "freeze the state")
         except NoMemory as error:
             self._saving.missed(position, error)
         else:
