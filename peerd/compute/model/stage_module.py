@@ -85,6 +85,10 @@ class StageModule:
         self.total = Layout(self.layout.names + names, self.layout.shapes + shapes)  # of what travels
         self.low_rank = low_rank_of(run.averaging, self.total, self.dtype, run.seed)
 
+    def recompute(self) -> None:
+        """Keep less of a forward pass for its backward, from now on: see `ModelPiece`. Not where it moves buffers."""
+        self._piece.recomputes = not self.buffers.shared
+
     @torch.no_grad()
     def forward(self, x: Tensor, training: bool = False) -> Tensor:
         """Forward pass. First stage: int64 [B, L]; others [B, L, D]. Gives [B, L, D]; the last stage gives logits [B,
