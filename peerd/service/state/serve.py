@@ -372,6 +372,7 @@ async def _written(offer: _Offer, position: Position, state: Frozen) -> _Copy:
     def write(number: int) -> None:
         for tensor, first, last, _ in layout.spans(number):
             payloads[tensor][first:last] = state.read(tensor, first, last)
+            room.used(last - first)
 
     digests = await _digests(layout, payloads, offer.worker, write)
     return _shelved(offer.frozen, position, (layout, payloads, digests), room)

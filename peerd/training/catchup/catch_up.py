@@ -239,8 +239,11 @@ class CatchingUp:
         while True:
             await trio.sleep(_TIDY_S)
             self._snapshots.giving.let_go()
-            late = self._ctx.clock.now() - self._kept_at > _LATE_S
-            if self._totals is not None and late and not self._totals_are_wanted:
+            if self._totals is None:
+                continue
+            if self._totals_are_wanted:
+                await self._totals.put_out(self._ctx.data_dir, self._ctx.worker("files"))
+            elif self._ctx.clock.now() - self._kept_at > _LATE_S:
                 self._totals.forget()
 
     async def _attempt(self) -> bool:
