@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from peerd.compute.allocator import give_back
 from peerd.compute.changes import Changes
 from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import Layout
@@ -44,6 +45,7 @@ from peerd.core.model.stage_memory import moment_names
 from peerd.core.run.runfile import RunFile
 
 _CACHE_LINE_BYTES: Final = 64
+_LARGE_BYTES: Final = 16 << 20  # of parameters: giving memory back takes milliseconds
 
 
 class ResultNotFinite(ValueError):
@@ -262,9 +264,15 @@ class StageModule:
 
         It is no copy where it can be the sum itself, which then never changes any more: it must not be written to.
         """
+        self._give_back()
         if not self.buffers.shared:
             return self._sums.lend()
         return torch.cat([self._sums.due, torch.from_numpy(self.buffers.part(leads)).to(self.device)])
+
+    def _give_back(self) -> None:
+        """Give freed memory back before a round of averaging and after a step, where that is worth the time."""
+        if self._flat.nbytes >= _LARGE_BYTES:
+            give_back()
 
     def apply(self, gradient: Tensor, samples: int = 1) -> None:
         """One optimizer step with `gradient / samples`, flat [total.count], which stays as it is; the step goes up by
@@ -283,6 +291,7 @@ class StageModule:
             self._sums.step()
             if self.buffers.shared:
                 self.buffers.step([v.cpu() for v in self.total.views(gradient)[len(self._parameters) :]])
+        self._give_back()
 
     def clear(self) -> None:
         """Forget what was accumulated, for all steps."""
