@@ -22,8 +22,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from peerd.compute.frozen_state import FrozenState
-from peerd.compute.tensor_file import write_state
+from peerd.compute.frozen_state import FrozenState, write_state
 from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError
 from peerd.core.limits import LAST_STEP

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from peerd.compute.changes import Changes
-from peerd.compute.frozen_state import PIECE_BYTES, FrozenState
+from peerd.compute.frozen_state import PIECE_BYTES, FrozenState, write_state
+from peerd.compute.tensors import TORCH_DTYPES, state_digest
 from peerd.core.errors import NoMemory
 
 
@@ -117,3 +120,17 @@ def test_a_reader_in_another_thread_never_sees_half_a_change() -> None:
             flat.fill_(step)
         reader.join()
         assert found == [{step - 1.0}] * 4
+
+
+def test_safetensors_reads_every_dtype_as_it_was(tmp_path: Path) -> None:
+    state = {
+        f"{dtype}/{name}": torch.ones(shape).to(known)
+        for dtype, known in TORCH_DTYPES.items()
+        for name, shape in {"matrix": (3, 5), "number": (), "nothing": (0, 4)}.items()
+    }
+    state |= {"large": torch.rand(PIECE_BYTES // 4 + 7), 'an "odd" näme': torch.rand(3), "zzz": torch.zeros(0)}
+    assert write_state(tmp_path / "ours", FrozenState(state)) == state_digest(state)
+    found = safetensors.torch.load_file(tmp_path / "ours")
+    assert state_digest(found) == state_digest(state)
+    safetensors.torch.save_file(state, tmp_path / "theirs")
+    assert (tmp_path / "ours").stat().st_size == pytest.approx((tmp_path / "theirs").stat().st_size, abs=64)

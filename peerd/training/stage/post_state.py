@@ -248,7 +248,7 @@ class PostState:
         if not kept or not position.step or self._saving.has(position):
             return
         try:
-            state = await self.work(lambda: self.model.freeze(), "freeze the state")
+            state = await self.work(lambda: self.model.freeze(), "freeze the state to save it")
         except NoMemory as error:
             self._saving.missed(position, error)
         else:
