@@ -22,12 +22,13 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from peerd.compute.tensors import state_digest
+from peerd.compute.frozen_state import FrozenState, write_state
 from peerd.core.decoders import from_json
 from peerd.core.errors import ConfigError
 from peerd.core.limits import LAST_STEP
 
 FORMAT: Final = 1
+_UNKNOWN_DIGEST: Final = "0" * 16  # in the name of a file that is being written
 _MANIFEST: Final = re.compile(r"step-(\d{8,})\.json")
 _TENSORS: Final = re.compile(r"step-(\d{8,})\.[0-9a-f]{16}\.safetensors")
 _WRITTEN: Final = re.compile(r"step-(\d{8,})\.([0-9a-f]{16}\.safetensors(\.new)?|json\.new)")
@@ -77,18 +78,22 @@ class Checkpoints:
         """Never prune the checkpoint of `step`, present or future, while this object lives."""
         self._held.add(step)
 
-    def save(self, step: int, state: Mapping[str, Tensor], extra: Mapping[str, Any] | None = None) -> Path:
-        """Write a checkpoint, replacing one of the same step, and prune; gives the manifest's path."""
-        self._make_room(step, sum(tensor.nbytes for tensor in state.values()))
+    def save(
+        self, step: int, state: Mapping[str, Tensor] | FrozenState, extra: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Write a checkpoint, replacing one of the same step, and prune; gives the manifest's path. A frozen state is
+        read once, piece by piece.
+        """
+        frozen = state if isinstance(state, FrozenState) else FrozenState(state)
+        self._make_room(step, frozen.nbytes)
         with _disk(self.folder, writes=True):
             self.folder.mkdir(parents=True, exist_ok=True)
-            digest = state_digest(state)
-            tensors = self.folder / f"step-{step:08d}.{digest.hex()[:16]}.safetensors"
-            aside = tensors.with_name(tensors.name + ".new")
+            aside = self.folder / f"step-{step:08d}.{_UNKNOWN_DIGEST}.safetensors.new"
             with _whole_or_gone(aside):
-                safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in state.items()}, aside)
+                digest = write_state(aside, frozen)
                 _sync(aside)
                 sha256, size = _sha256(aside), aside.stat().st_size
+                tensors = self.folder / f"step-{step:08d}.{digest.hex()[:16]}.safetensors"
                 os.replace(aside, tensors)
             manifest = Manifest(
                 FORMAT,

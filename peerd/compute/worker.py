@@ -26,6 +26,7 @@ import torch
 import trio
 
 from peerd.compute import gpu
+from peerd.compute.allocator import return_large_blocks
 from peerd.compute.cpu_pace import CpuPace
 from peerd.core.errors import LocalError, NoMemory
 
@@ -41,6 +42,7 @@ def use_threads(count: int) -> None:
 
 def bound(device: str, threads: int, memory_bytes: int) -> None:
     """Bound what torch takes of this machine, in all threads; 0: no bound. Before torch has computed anything."""
+    return_large_blocks()
     if threads:
         use_threads(threads)
         with contextlib.suppress(RuntimeError):  # torch has begun, in a process that is not only this peer's

@@ -119,10 +119,10 @@ async def test_a_state_that_finds_no_memory_to_be_copied_costs_a_checkpoint_and_
     scene: Scene, autojump_clock: MockClock
 ) -> None:
     async with scene.running() as world:
-        scene.device("stage1").fails = once("copy the state", "before")
+        scene.device("stage1").fails = once("freeze the state to save it", "before")
         await scene.until(world, max(scene.roles.steps()) + 5)
         (missed,) = scene.told("stage1", "checkpoint.not_saved")
         assert missed["level"] == "warn"
-        assert missed["reason"].startswith("there is no memory for the job “copy the state”")
+        assert missed["reason"].startswith("there is no memory for the job “freeze the state to save it”")
         assert scene.told("stage1", "checkpoint.saved"), "the next one is tried again"
         assert not scene.told("stage1", "role.failed")

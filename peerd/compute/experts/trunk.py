@@ -84,11 +84,11 @@ class TrunkModule(StageModule):
             self._snapshot = weakref.ref(snapshot)
         return Era(self.step, self.loads, snapshot)
 
-    def apply(self, mean_gradient: Tensor) -> None:
+    def apply(self, gradient: Tensor, samples: int = 1) -> None:
         """As a stage's; microbatches under way keep the parameters that they began with."""
         snapshot = self._snapshot() if self._snapshot is not None else None
         before = self._flat.clone() if snapshot is not None else None
-        super().apply(mean_gradient)
+        super().apply(gradient, samples)
         self._snapshot = None
         if snapshot is not None:
             snapshot.flat = before

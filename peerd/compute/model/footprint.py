@@ -9,9 +9,10 @@ import outcome
 import psutil
 
 from peerd.compute.gpu import free_bytes
-from peerd.compute.model.partition import ModelPiece, build, outline
+from peerd.compute.model.partition import ModelPiece, build, outline, spans
+from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
-from peerd.core.model.stage_memory import StageFootprint, footprint_of
+from peerd.core.model.stage_memory import StageFootprint, activations_of, footprint_of
 from peerd.core.run.runfile import RunFile
 
 _TOLERATED = 1.05  # times limits.memory_gb, as `control/memory_limit`
@@ -21,7 +22,26 @@ _LEAST_ROOM_BYTES = 16 << 20  # for activations: with less than a few microbatch
 def footprint(run: RunFile, stage: int) -> StageFootprint:
     """The room that `stage` of `run` takes; ConfigError when the model cannot be built."""
     count = sum(parameter.numel() for parameter in _shapes(run, stage).parameters())
-    return footprint_of(run, stage, count)
+    if run.model.kind != "gpt":
+        return footprint_of(run, stage, count)
+    vocab_size, last = load_vocabulary(run.model.vocab).size, stage == run.pipeline.stages - 1
+    return footprint_of(run, stage, count, activations_of(run, spans(run)[stage], vocab_size, last))
+
+
+def recomputes(run: RunFile, stage: int, device: str) -> bool:
+    """Whether layers are computed again in the backward: as `limits.recompute` says, else where the activations of a
+    microbatch would take more than half of the memory that the stage leaves free. Before the stage is built.
+    """
+    if run.limits.recompute is not None:
+        return run.limits.recompute
+    taken = footprint(run, stage)
+    if device.startswith("cuda"):
+        free, _ = free_bytes(device)
+        return taken.activations.kept > (free - taken.device_bytes) / 2
+    free = psutil.virtual_memory().available
+    if run.limits.memory_gb:
+        free = min(free, int(run.limits.memory_gb * 1e9) - _held_bytes())
+    return taken.activations.kept > (free - taken.device_bytes - taken.machine_bytes) / 2
 
 
 def _shapes(run: RunFile, stage: int) -> ModelPiece:
@@ -38,7 +58,7 @@ def lacking(taken: StageFootprint, device: str, own_limit_bytes: float = 0) -> s
     """The memory that is too small for a stage, in words; None when there is enough. `own_limit_bytes`: what the user
     lets this process take, with what it holds by now (Python, torch); 0: no limit.
     """
-    there, here = taken.on(device)
+    there, here = taken.on(device, least=True)
     name = f"stage {taken.stage} ({taken.parameters:,} parameters)"
     if device.startswith("cuda"):
         free, _ = free_bytes(device)

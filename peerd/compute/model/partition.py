@@ -22,6 +22,7 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from peerd.compute.model.layers import Block, Embedding, ExpertBlock, Head
 from peerd.compute.tokenizer import load_vocabulary
@@ -38,21 +39,28 @@ HEAD_STD: Final = 0.02  # small, so that the first loss is log(V) and no better-
 
 
 class ModelPiece(nn.Module):
-    """Consecutive layers of the model, applied in order; a shared layer is applied several times."""
+    """Consecutive layers of the model, applied in order; a shared layer is applied several times.
+
+    `recomputes`: of a forward for a backward only the inputs of all layers but the last are kept, and each layer is
+    computed again in the backward, with the same random numbers: the same bits, in more time and less memory.
+    """
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module, int]]) -> None:
         """`layers`: name in the whole model, module, how many times it is applied."""
         super().__init__()
+        self.recomputes = False
         self.steps = tuple((name, times) for name, _, times in layers)
         for name, module, _ in layers:
             self.add_module(name, module)
 
     def forward(self, x: Tensor) -> Tensor:
-        for name, times in self.steps:
-            layer = self.get_submodule(name)
-            for _ in range(times):
+        layers = [self.get_submodule(name) for name, times in self.steps for _ in range(times)]
+        for layer in layers[:-1]:
+            if self.recomputes and torch.is_grad_enabled() and x.is_floating_point():
+                x = checkpoint(layer, x, use_reentrant=False)
+            else:
                 x = layer(x)
-        return x
+        return layers[-1](x) if layers else x  # its backward comes at once
 
 
 def whole_model(run: RunFile) -> ModelPiece:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from peerd.compute.codec.frames import decode
 from peerd.compute.codec.powersgd import LowRank
+from peerd.compute.frozen_state import FrozenState
 from peerd.compute.model.kept_graph import Graph
 from peerd.compute.model.stage_module import ResultNotFinite, StageModule
 from peerd.compute.tensors import TORCH_DTYPES, dtype_name, largest_in, raw_bytes, values_of
@@ -138,7 +139,9 @@ class Model(Protocol):
         ...
 
     def vector(self, leads: bool = True) -> Vector:
-        """A copy of the sum of the step under way, flat; `leads`: this peer has the lowest id of those that average."""
+        """The sum of the step under way, flat, as it is now; it must not be written to. `leads`: this peer has the
+        lowest id of those that average.
+        """
         ...
 
     def vector_outline(self) -> TensorSpec:
@@ -156,8 +159,12 @@ class Model(Protocol):
         """Copies on the CPU of all that is needed to go on from a step's end, bit for bit."""
         ...
 
+    def freeze(self) -> FrozenState:
+        """The same state, to be read piece by piece while the model goes on."""
+        ...
+
     def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
-        """The same as (name, dtype, shape, bytes), sorted by name."""
+        """What `state` gives as (name, dtype, shape, bytes), sorted by name."""
         ...
 
     def outline(self) -> list[TensorSpec]:
@@ -378,7 +385,7 @@ class ServedStage:
         return self.module.is_finite()
 
     def vector(self, leads: bool = True) -> Vector:
-        """A copy of the gradient sum of the step under way, flat."""
+        """The gradient sum of the step under way, flat; what is added later does not change it."""
         vector: Vector = self.module.gradient(leads).cpu().numpy()
         return vector
 
@@ -389,13 +396,16 @@ class ServedStage:
     def commit(self, step: int, total: Vector, samples: int) -> None:
         """Step the optimizer with `total / samples`; what was held is counted, what was early is held now."""
         self._under_way(step)
-        mean = torch.from_numpy(total) / samples
-        self.module.apply(mean)
+        self.module.apply(torch.from_numpy(total), samples)
         self._held, self._early = self._early, _Book()
 
     def state(self) -> dict[str, torch.Tensor]:
         """A copy of all that is needed to go on bit for bit from here, on the CPU."""
         return self.module.state()
+
+    def freeze(self) -> FrozenState:
+        """All that is needed to go on from here, to be read piece by piece while the stage goes on."""
+        return self.module.freeze()
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Take over a whole state; ValueError (and no change) when it does not fit."""

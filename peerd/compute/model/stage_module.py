@@ -27,9 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from peerd.compute.allocator import give_back
 from peerd.compute.changes import Changes
 from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import Layout
+from peerd.compute.frozen_state import FrozenState
 from peerd.compute.gpu import settle
 from peerd.compute.model.grad_sums import Sums
 from peerd.compute.model.kept_graph import Graph, SavedBytes, has_room
@@ -43,6 +45,7 @@ from peerd.core.model.stage_memory import moment_names
 from peerd.core.run.runfile import RunFile
 
 _CACHE_LINE_BYTES: Final = 64
+_LARGE_BYTES: Final = 16 << 20  # of parameters: giving memory back takes milliseconds
 
 
 class ResultNotFinite(ValueError):
@@ -83,6 +86,10 @@ class StageModule:
         names, shapes = tuple(self.buffers.shapes), tuple(self.buffers.shapes.values())
         self.total = Layout(self.layout.names + names, self.layout.shapes + shapes)  # of what travels
         self.low_rank = low_rank_of(run.averaging, self.total, self.dtype, run.seed)
+
+    def recompute(self) -> None:
+        """Keep less of a forward pass for its backward, from now on: see `ModelPiece`. Not where it moves buffers."""
+        self._piece.recomputes = not self.buffers.shared
 
     @torch.no_grad()
     def forward(self, x: Tensor, training: bool = False) -> Tensor:
@@ -235,6 +242,7 @@ class StageModule:
             return
         assert at == self.step - 1, "what is in a sum is one step old at most"
         assert self._before is not None
+        self.changes.announce()
         now = self._flat.clone()
         self._flat.copy_(self._before)
         try:
@@ -252,25 +260,38 @@ class StageModule:
         return all_finite(self._sums.due)
 
     def gradient(self, leads: bool = True) -> Tensor:
-        """A copy of the sum of the step under way, and what of the buffers travels with it, flat [total.count]."""
+        """The sum of the step under way, and what of the buffers travels with it, flat [total.count].
+
+        It is no copy where it can be the sum itself, which then never changes any more: it must not be written to.
+        """
+        self._give_back()
         if not self.buffers.shared:
-            return self._sums.due.clone()
+            return self._sums.lend()
         return torch.cat([self._sums.due, torch.from_numpy(self.buffers.part(leads)).to(self.device)])
 
-    def apply(self, mean_gradient: Tensor) -> None:
-        """One optimizer step with a flat mean gradient; the step goes up by one, its sum is used up."""
-        _need("the mean gradient", mean_gradient, torch.Size([self.total.count]), self.dtype)
-        _need_finite("the mean gradient", mean_gradient)
+    def _give_back(self) -> None:
+        """Give freed memory back before a round of averaging and after a step, where that is worth the time."""
+        if self._flat.nbytes >= _LARGE_BYTES:
+            give_back()
+
+    def apply(self, gradient: Tensor, samples: int = 1) -> None:
+        """One optimizer step with `gradient / samples`, flat [total.count], which stays as it is; the step goes up by
+        one, its sum is used up.
+        """
+        _need("the mean gradient", gradient, torch.Size([self.total.count]), self.dtype)
+        _need_finite("the mean gradient", gradient)
         self.changes.need_whole()
         before = self._flat.to("cpu", copy=True) if self.ahead else None
-        mean = mean_gradient[: self.layout.count].to(self._optimizer.device, copy=True)
+        own = gradient[: self.layout.count]
+        room = self._optimizer.room(own)
         with self.changes.one():
             self._before = before
-            self._optimizer.update(self._flat, mean, self.step)
+            self._optimizer.update(self._flat, own, self.step, samples, room)
             self.step += 1
             self._sums.step()
             if self.buffers.shared:
-                self.buffers.step([v.cpu() for v in self.total.views(mean_gradient)[len(self._parameters) :]])
+                self.buffers.step([v.cpu() for v in self.total.views(gradient)[len(self._parameters) :]])
+        self._give_back()
 
     def clear(self) -> None:
         """Forget what was accumulated, for all steps."""
@@ -281,6 +302,10 @@ class StageModule:
     def state(self) -> dict[str, Tensor]:
         """Copies on the CPU of all that is needed to go on bit for bit from a step's end (not the accumulator)."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.state_views().items()}
+
+    def freeze(self) -> FrozenState:
+        """What `state` copies, as it is now, copied only where the stage goes on before it is read."""
+        return FrozenState(self.state_views(), self.changes)
 
     def state_views(self) -> dict[str, Tensor]:
         """Views of what `state` copies: name to the live tensor itself; `step` is a copy."""

@@ -23,15 +23,16 @@ import outcome
 import torch
 from torch import Tensor
 
-from peerd.compute.batch_tail import BatchTail
 from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import Layout
+from peerd.compute.frozen_state import FrozenState
 from peerd.compute.model.grad_sums import Sums, to_make_again
 from peerd.compute.model.schedule import Made, Schedule
 from peerd.compute.model.served_stage import Stale, Vector, items_of
 from peerd.compute.model.shared_buffers import GradientNotFinite, Live, SharedBuffers
-from peerd.compute.optimizer_outline import DIMS, outline_of, plain
 from peerd.compute.tensors import all_finite, dtype_name, state_digest
+from peerd.compute.user_loop.batch_tail import BatchTail
+from peerd.compute.user_loop.optimizer_outline import DIMS, outline_of, plain
 from peerd.core.errors import ConfigError
 from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import Mb, Position
@@ -348,6 +349,10 @@ class UserModel:
             state |= {name: tensor.clone() for name, tensor in self.low_rank.state().items()}
         state |= self.buffers.state()
         return state | {"step": torch.tensor(self.step, dtype=torch.int64)}
+
+    def freeze(self) -> FrozenState:
+        """A copy of the state: a user's own code may change the tensors at any time."""
+        return FrozenState(self.state())
 
     def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
         """A frozen copy of the state as (name, dtype, shape, bytes), sorted by name."""

@@ -18,7 +18,7 @@ from typing import Final
 
 from peerd.core.blockwise import CODES, SCALE_BYTES, code_bytes, scale_count
 from peerd.core.model.model_shapes import Shapes, count_of, need_known_sizes, stage_shapes, stage_spans
-from peerd.core.model.stage_memory import ITEM_BYTES, StageFootprint, footprint_of
+from peerd.core.model.stage_memory import ITEM_BYTES, StageFootprint, activations_of, footprint_of
 from peerd.core.run.runfile import RunFile
 
 _ROUNDED_BYTES: Final = {"bf16": 2, "fp16": 2}
@@ -44,7 +44,7 @@ class StageSize:
     @property
     def memory_bytes(self) -> int:
         """Memory that a peer needs, a device's own included."""
-        return self.footprint.device_bytes + self.footprint.machine_bytes
+        return sum(self.footprint.on("cpu"))
 
     def saturating_rate(self, speed: float) -> float:
         """Bytes a second, each way, of the line with which a device of `speed` FLOP/s never waits for it."""
@@ -76,7 +76,7 @@ def _size(run: RunFile, stage: int, vocab_size: int) -> StageSize:
         gradient_bytes=_gradient_bytes(run, shapes),
         sent_bytes=sent,
         line_bytes=sent + got * (2 if again else 1),
-        footprint=footprint_of(run, stage, count_of(shapes)),
+        footprint=footprint_of(run, stage, count_of(shapes), activations_of(run, blocks, vocab_size, last)),
     )
 
 

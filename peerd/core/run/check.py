@@ -101,9 +101,8 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     faults += _access_faults(run.access)
     part = run.averaging.part_bytes
     need(1024 <= part <= 4 << 20, "averaging.part_bytes", f"is {part}; allowed: 1024 to 4194304")
-    patience_s = run.averaging.sender_timeout_s
+    patience_s, size = run.averaging.sender_timeout_s, run.averaging.group_size
     need(patience_s > 0, "averaging.sender_timeout_s", f"is {patience_s}; must be above 0")
-    size = run.averaging.group_size
     need(size == 0 or size >= 3, "averaging.group_size", f"is {size}; allowed: 0 (chosen), or 3 and more")
     faults += _data_faults(run.data)
     faults += experts_faults(run) + plan_faults(run) + _loop_faults(run)

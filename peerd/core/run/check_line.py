@@ -118,7 +118,8 @@ _SECTIONS: Final[dict[str, dict[str, Between | Rule]]] = {
     "experts.optimizer": {**_SCHEDULE, "warmup_updates": _COUNT, "total_updates": _COUNT},
     "limits": dict.fromkeys(
         (
-            *("microbatches_in_flight", "stage", "data_cache_mb", "keep_totals", "activations_mb", "upload_mbit"),
+            *("microbatches_in_flight", "stage", "data_cache_mb", "keep_totals", "activations_mb"),
+            *("recompute", "upload_mbit"),
             *("download_mbit", "relay", "threads", "nice", "memory_gb", "experts", "hours", "disk_gb", "trust"),
             "precision",
         ),

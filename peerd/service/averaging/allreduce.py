@@ -169,8 +169,11 @@ class Averaging:
             return await worker.run(vector.copy, name="copy the only vector")
         evenly = Evenly(self._pacer, plan, self._own)
         state = OpenRound(plan, *self._laid_out(plan, vector), worker, coder or PlainParts(), evenly)
+        began = trio.current_time()
+        for memory in (self._memory, self._parts_memory):
+            memory.round_begins()
         with self._registered(plan.attempt, state), state.scope:
-            state.round.begin(trio.current_time())
+            state.round.begin(began)
             async with trio.open_nursery() as nursery:
                 if vector is not None:
                     self._start_sending(nursery, plan, state)
@@ -179,6 +182,8 @@ class Averaging:
             self.outcomes.broke(trio.current_time(), state.round, state.failure)
             raise state.failure
         self.outcomes.ended(trio.current_time(), state.round)
+        for memory in (self._memory, self._parts_memory):
+            memory.round_took(trio.current_time() - began)
         return state.result
 
     def _laid_out(self, plan: AveragingPlan, vector: Vector | None) -> tuple[Round, Vector | None, Vector]:

@@ -26,6 +26,7 @@ Version = Vector | TensorFrame  # a frame where it is still to be decoded
 
 _BYTE = np.dtype(np.uint8)
 _KEPT_BYTES_LEAST = 1 << 18  # smaller vectors are cheap to allocate
+_SHORT_ROUND_S = 0.2  # new pages for a vector cost about 0.2 s a GB, a round of it several seconds
 
 
 @lru_cache(maxsize=8)
@@ -157,14 +158,25 @@ def finite(values: Vector) -> bool:
 
 
 class VectorMemory:
-    """Vectors in memory that is already there: faulting in new pages costs a large part of a round.
+    """Vectors in memory that is already there: faulting in new pages costs a large part of a short round.
 
     A vector's memory comes back when nobody holds it, or any view of it, any more, in whichever thread that is; the
-    last `keep` are kept.
+    last `keep` are kept. None is kept while rounds take long: the memory is better used by others meanwhile.
     """
 
     def __init__(self, keep: int = 1) -> None:
         self._kept: deque[Vector] = deque(maxlen=keep)
+        self._keeps = True
+
+    def round_begins(self) -> None:
+        """Keep memory, at least for the parts of this round."""
+        self._keeps = True
+
+    def round_took(self, seconds: float) -> None:
+        """Take note of the length of a round: after a long one, all memory goes back to the system."""
+        self._keeps = seconds < _SHORT_ROUND_S
+        if not self._keeps:
+            self._kept.clear()
 
     def vector(self, length: int, dtype: np.dtype[Any]) -> Vector:
         """A vector with any content."""
@@ -173,12 +185,16 @@ class VectorMemory:
             return np.empty(length, dtype)
         pages = self._pages(size)
         vector = np.frombuffer(pages.data, dtype)  # its base is no array: views of it hold on to itself
-        weakref.finalize(vector, self._kept.append, pages).atexit = False
+        weakref.finalize(vector, self._take_back, pages).atexit = False
         return vector
 
     def rooms(self, headers: Sequence[FrameHeader]) -> list[memoryview]:
         """Room for the payloads of these frames, not cleared: they fill it."""
         return [self.vector(header.payload_bytes, _BYTE).data for header in headers]
+
+    def _take_back(self, pages: Vector) -> None:
+        if self._keeps:
+            self._kept.append(pages)
 
     def _pages(self, size: int) -> Vector:
         for _ in range(len(self._kept)):

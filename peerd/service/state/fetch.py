@@ -8,12 +8,6 @@ send other bytes, frames or digests than it vouched for: it is named, and what i
 
 from __future__ import annotations
 
-import errno
-import logging
-import mmap
-import os
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,8 +33,7 @@ from peerd.machine.state.quorum import Claim
 from peerd.net.timer import Timer
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.serve import LAYOUT, Methods
-
-log = logging.getLogger("peerd.service.state.fetch")
+from peerd.service.state.state_room import StateRoom
 
 Donors = Sequence[PeerId] | Callable[[], Sequence[PeerId]]
 _LOOK_S = 3.0  # how often to ask for more donors
@@ -57,8 +50,14 @@ class BegunDownload:
         self.layout = layout
         self.digests: memoryview | None = None  # of all pieces, once they are known to be right
         self.have: set[int] = set()
-        # Anonymous memory takes no time to get, however large, and begins at a page: tensors are aligned in it.
-        self.row = memoryview(_room(max(1, layout.total_bytes), folder))[: layout.total_bytes]
+        self._room = StateRoom(
+            layout.total_bytes, folder
+        )  # takes no time to get, however large; tensors are aligned in it
+
+    @property
+    def row(self) -> memoryview:
+        """The tensors, one after the other."""
+        return self._room.row
 
     def take_digests(self, digests: memoryview) -> bool:
         """Believe them if the root says so."""
@@ -75,6 +74,7 @@ class BegunDownload:
             return False
         begin, end = self.layout.piece(number)
         self.row[begin:end] = data
+        self._room.used(end - begin)
         return True
 
 
@@ -331,27 +331,6 @@ async def fetch_layout(rpc: Rpc, donor: PeerId, request: StateRequest, wanted: t
         return read_layout(_bytes_of(answer.frames, (size,), donor), digest)
     except ValueError as error:
         raise ProtocolViolation(str(error), donor) from None
-
-
-def _room(size: int, folder: Path | None) -> mmap.mmap:
-    """Zeroed memory of this size, in a file of `folder` if that takes it.
-
-    The file's room is taken at once: what is written to a mapped file later, on a disk that is full, ends the process.
-    """
-    if folder is None:
-        return mmap.mmap(-1, size)
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)
-            elif shutil.disk_usage(folder).free < size:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-            else:
-                file.truncate(size)
-            return mmap.mmap(file.fileno(), size)
-    except OSError as error:
-        log.warning("a state is fetched into memory, %s cannot take it: %s", folder, error.strerror or error)
-        return mmap.mmap(-1, size)
 
 
 def _bytes_of(frames: Sequence[TensorFrame], shape: tuple[int, ...], donor: PeerId) -> memoryview:

@@ -15,10 +15,11 @@ And no stranger's use keeps a member of the run from a copy.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
 
 import trio
 
@@ -45,6 +46,7 @@ from peerd.core.messages.swarm import Position, StateDigests, StateManifest, Sta
 from peerd.core.work import Worker
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.service.state.state_room import StateRoom
 
 # A copy that somebody has used within this time, and has not let go of, is in use: longer than a piece may take, so
 # that a joiner on a slow line does not lose its copy between two pieces.
@@ -87,8 +89,19 @@ DECLARED: Final = {
 } | {LAYOUT: _SMALL}
 Outline = Callable[[], Awaitable[list[TensorSpec]]]
 Reached = Callable[[int], Awaitable[None]]
-Freeze = Callable[[], Awaitable[tuple[Position, list[StateItem]]]]
+Freeze = Callable[[], Awaitable[tuple[Position, "Frozen"]]]
 Named = Callable[[Position], Awaitable[tuple[Position, list[StateItem]] | None]]
+
+
+class Frozen(Protocol):
+    """A state that is read once, from its first tensor to its last, such as `compute.frozen_state.FrozenState`."""
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]: ...
+
+    def read(self, tensor: int, begin: int, end: int) -> memoryview:
+        """Bytes `begin` to `end` of a tensor."""
+        ...
 
 
 @dataclass(slots=True)
@@ -113,9 +126,10 @@ class _Copy:
 
     manifest: StateManifest
     layout: StateLayout
-    payloads: list[memoryview]
+    payloads: Sequence[memoryview]
     digests: bytearray
     made: float
+    room: StateRoom | None = None  # where `payloads` lie, if they are this copy's own
     name: Position | None = None  # under which it is asked for
     # By caller; one that is back begins where it was.
     used: BoundedDict[PeerId, _Use] = field(default_factory=lambda: BoundedDict(STATE_USERS))
@@ -127,6 +141,8 @@ class _Copy:
 
     def gave(self, peer: PeerId, piece: int, count: int) -> None:
         """`peer` has got a piece: what it has had before is no progress."""
+        if self.room is not None:
+            self.room.used(count)
         use, bit = self.used.get(peer), 1 << piece % 8
         if use is not None and not use.had[piece // 8] & bit:
             use.had[piece // 8] |= bit
@@ -191,6 +207,7 @@ class _Offer:
     reached: Reached | None = None
     outline: Outline | None = None
     named: Named | None = None
+    folder: Path | None = None
     frozen: _Shelf = field(default_factory=lambda: _Shelf(STATE_COPIES))
     by_name: _Shelf = field(default_factory=lambda: _Shelf(STATE_NAMED_COPIES))
 
@@ -223,15 +240,17 @@ class Giving:
         standing: Callable[[], Position],
         reached: Reached,
         outline: Outline | None = None,
+        folder: Path | None = None,
     ) -> None:
         """From now on give the state that `freeze` returns.
 
         It is called once for each position that `standing` tells and somebody asks for. `reached` waits for a step.
         `outline` gives the tensors without their values.
-        `worker` hashes: best one that computes nothing else.
+        `worker` hashes and writes: best one that computes nothing else. `folder`: for copies; None: they lie in memory.
         """
         offer = self._offers.setdefault(stage, _Offer(fingerprint, worker))
-        offer.freeze, offer.standing, offer.reached, offer.outline = freeze, standing, reached, outline
+        offer.freeze, offer.standing, offer.reached = freeze, standing, reached
+        offer.outline, offer.folder = outline, folder
 
     def offer_named(self, fingerprint: bytes, stage: int, named: Named, worker: Worker) -> None:
         """From now on give also what `named` has for a position; what it returns must never change."""
@@ -251,6 +270,13 @@ class Giving:
     def copies(self) -> list[Position]:
         """The positions of which there are frozen copies, oldest first."""
         return [copy.manifest.position for offer in self._offers.values() for copy in offer.frozen.copies.values()]
+
+    @property
+    def in_use(self) -> bool:
+        """True while somebody fetches what is given here."""
+        now = trio.current_time()
+        copies = (copy for offer in self._offers.values() for shelf in offer.shelves for copy in shelf.copies.values())
+        return any(copy.in_use(now, _anybody) for copy in copies)
 
     async def _give_manifest(self, call: Incoming[StateRequest]) -> Answer[StateManifest]:
         body, offer = call.body, self._offers.get(call.body.stage)
@@ -328,8 +354,8 @@ async def _newest(offer: _Offer, respected: Callable[[PeerId], bool]) -> _Copy:
     copy = offer.frozen.of(offer.standing())
     if copy is None:
         offer.frozen.make_room(trio.current_time(), respected)
-        position, items = await offer.freeze()
-        copy = offer.frozen.of(position) or await _hashed(offer.frozen, position, items, offer.worker)
+        position, state = await offer.freeze()
+        copy = offer.frozen.of(position) or await _written(offer, position, state)
     return copy
 
 
@@ -351,22 +377,62 @@ async def _of_name(offer: _Offer, name: Position, respected: Callable[[PeerId], 
     return copy
 
 
+async def _written(offer: _Offer, position: Position, state: Frozen) -> _Copy:
+    """Put a copy of the present state on the shelf, outside of this process's memory where that can be."""
+    layout, folder = StateLayout(state.specs), offer.folder
+    _need_room_for_digests(layout)
+    room = await offer.worker.run(
+        lambda: StateRoom(layout.total_bytes, folder), name="make room for a copy of the state"
+    )
+    payloads = layout.views(room.row)
+
+    def write(number: int) -> None:
+        for tensor, first, last, _ in layout.spans(number):
+            payloads[tensor][first:last] = state.read(tensor, first, last)
+            room.used(last - first)
+
+    digests = await _digests(layout, payloads, offer.worker, write)
+    return _shelved(offer.frozen, position, (layout, payloads, digests), room)
+
+
 async def _hashed(shelf: _Shelf, position: Position, items: list[StateItem], worker: Worker) -> _Copy:
-    """Put a new copy on the shelf."""
-    layout, made = StateLayout(items), trio.current_time()
+    """Put what is there already on the shelf."""
+    layout, payloads = StateLayout(items), [item.payload for item in items]
+    _need_room_for_digests(layout)
+    digests = await _digests(layout, payloads, worker, lambda number: None)
+    return _shelved(shelf, position, (layout, payloads, digests))
+
+
+def _need_room_for_digests(layout: StateLayout) -> None:
     if layout.pieces > STATE_PIECES:
         raise Refused(f"the state has {layout.total_bytes} bytes, more than can be given")
-    payloads = [item.payload for item in items]
-    digests = bytearray(layout.pieces * DIGEST_BYTES)
-    for begin in range(0, layout.pieces, _HASHED_AT_ONCE):
-        numbers = range(begin, min(begin + _HASHED_AT_ONCE, layout.pieces))
-        await worker.run(partial(_hash, layout, payloads, numbers, digests), name="hash the state")
+
+
+def _shelved(
+    shelf: _Shelf,
+    position: Position,
+    found: tuple[StateLayout, Sequence[memoryview], bytearray],
+    room: StateRoom | None = None,
+) -> _Copy:
+    layout, payloads, digests = found
     manifest = StateManifest(position, layout.digest, layout.root(position, digests))
-    copy = shelf.copies[manifest.root] = _Copy(manifest, layout, payloads, digests, made)
+    copy = shelf.copies[manifest.root] = _Copy(manifest, layout, payloads, digests, trio.current_time(), room)
     return copy
 
 
-def _hash(layout: StateLayout, payloads: list[memoryview], numbers: range, digests: bytearray) -> None:
-    for number in numbers:
-        at = number * DIGEST_BYTES
-        digests[at : at + DIGEST_BYTES] = piece_digest(layout.cut_out(number, payloads))
+async def _digests(
+    layout: StateLayout, payloads: Sequence[memoryview], worker: Worker, write: Callable[[int], None]
+) -> bytearray:
+    """The digests of all pieces, each after it was written; a few at a time."""
+    digests = bytearray(layout.pieces * DIGEST_BYTES)
+
+    def hash_some(numbers: range) -> None:
+        for number in numbers:
+            write(number)
+            at = number * DIGEST_BYTES
+            digests[at : at + DIGEST_BYTES] = piece_digest(layout.cut_out(number, payloads))
+
+    for begin in range(0, layout.pieces, _HASHED_AT_ONCE):
+        numbers = range(begin, min(begin + _HASHED_AT_ONCE, layout.pieces))
+        await worker.run(partial(hash_some, numbers), name="hash the state")
+    return digests

@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 import trio
 from torch import Tensor
 
+from peerd.compute.frozen_state import FrozenState
 from peerd.compute.model.footprint import spare_bytes
 from peerd.compute.model.served_stage import Model
 from peerd.core.errors import PeerdError, RemoteError
@@ -40,7 +41,8 @@ T = TypeVar("T")
 
 _PAUSE_S = 0.5  # while there is no donor, and after the first of the downloads that fail
 _LONGEST_PAUSE_S = 20.0  # after many that failed
-_TIDY_S = 30.0  # between two looks for copies that no peer asks for any more
+_TIDY_S = 3.0  # between two looks for copies and totals that no peer asks for any more
+_LATE_S = 5.0  # after a step, in which a member that has missed it is known, or asks for its total
 
 
 class CatchingMember(Protocol):
@@ -112,10 +114,11 @@ class CatchingUp:
         self._snapshots = services.snapshots()
         self._snapshots.notes = lambda text: ctx.log.event("stage.download_noted", note=text)
         self._snapshots.totals.notes = lambda text: ctx.log.event("stage.download_noted", level="debug", note=text)
-        self._snapshots.totals.folder = ctx.data_dir
+        self._snapshots.folder = self._snapshots.totals.folder = ctx.data_dir
         self._turn = int.from_bytes(ctx.clock.secure_bytes(6), "big")
         self._stage = -1
         self._totals: Totals | None = None
+        self._kept_at = 0.0  # when the newest of them was kept
         self._goal: Position | None = None  # the swarm's position, while ours is another
         self.keep_branch: Callable[[Position], Awaitable[None]] = _keep_nothing  # before the state of one is dropped
         self._apart: Position | None = None  # a position of ours that the swarm's conductor never saw
@@ -151,7 +154,9 @@ class CatchingUp:
         """Give our state, and the totals of our last steps, to stage-mates from now on."""
         self._stage = stage
         joiner, run, giving = self._joiner, self._services.fingerprint, self._snapshots.giving
-        giving.offer(run, stage, self.freeze, self._coding, lambda: joiner.position, joiner.reached, self._outline)
+        writer, folder = self._ctx.worker("files"), self._ctx.data_dir
+        standing, reached = (lambda: joiner.position), joiner.reached
+        giving.offer(run, stage, self.freeze, writer, standing, reached, self._outline, folder)
         giving.offer_named(run, stage, self._total_after, self._coding)
 
     def withdraw(self) -> None:
@@ -159,21 +164,30 @@ class CatchingUp:
         self._snapshots.giving.withdraw(self._stage)
 
     def keep(self, before: Position, leap: Leap) -> None:
-        """Keep the total of a step from `before`: others may need it."""
+        """Keep the total of a step from `before`: others may need it. Earlier ones stay only where they do."""
         if self._totals is None:
             state_bytes = sum(spec.nbytes for spec in self._joiner.model.outline())
             run = self._services.run
             self._totals = Totals(spare_bytes(run, state_bytes), run.limits.keep_totals)
+        if not self._totals_are_wanted:
+            self._totals.forget()
         self._totals.keep(before, leap)
+        self._kept_at = self._ctx.clock.now()
+
+    @property
+    def _totals_are_wanted(self) -> bool:
+        """True while a stage-mate is behind, or somebody fetches our state: the totals of our steps are for them."""
+        behind = any(mate.stage == self._stage and not mate.ready for mate in self._reports.members)
+        return behind or self._snapshots.giving.in_use
 
     async def _outline(self) -> list[TensorSpec]:
         return await self._joiner.work(self._joiner.model.outline, "outline the state")
 
-    async def freeze(self) -> tuple[Position, list[StateItem]]:
-        """The donor's copy of its state, with the position it belongs to."""
+    async def freeze(self) -> tuple[Position, FrozenState]:
+        """The donor's state as it is now, with the position it belongs to."""
         async with self._joiner.moving:
-            items = await self._joiner.work(lambda: self._joiner.model.describe(), "freeze the state")
-            return self._joiner.position, [StateItem(*item) for item in items]
+            state = await self._joiner.work(lambda: self._joiner.model.freeze(), "freeze the state")
+            return self._joiner.position, state
 
     async def _total_after(self, before: Position) -> tuple[Position, list[StateItem]] | None:
         leap = self._totals.after(before) if self._totals is not None else None
@@ -234,6 +248,12 @@ class CatchingUp:
         while True:
             await trio.sleep(_TIDY_S)
             self._snapshots.giving.let_go()
+            if self._totals is None:
+                continue
+            if self._totals_are_wanted:
+                await self._totals.put_out(self._ctx.data_dir, self._ctx.worker("files"))
+            elif self._ctx.clock.now() - self._kept_at > _LATE_S:
+                self._totals.forget()
 
     async def _attempt(self) -> bool:
         """Catch up by totals alone, if they are fewer bytes; else by a state and totals. False: not moved."""

@@ -2,7 +2,7 @@
 
 With the same parameters and the same total an optimizer step gives the same bits everywhere, so a newcomer whose state
 is a few steps old needs one vector for each step, and no second state. (With it goes the state that the gradients' code
-keeps from step to step, such as PowerSGD's Q: it is a part of the state, too.) Invariants: memory only; never more
+keeps from step to step, such as PowerSGD's Q: it is a part of the state, too.) Invariants: never more
 bytes than `most_bytes`, nor more totals than STATE_TOTALS; the oldest goes first; a total is stored under the position
 that it led on from, and goes out with the position that it leads to.
 """
@@ -10,6 +10,8 @@ that it led on from, and goes out with the position that it leads to.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +22,9 @@ from peerd.compute.tensors import all_finite, dtype_name
 from peerd.core.limits import STATE_TOTALS
 from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import Position
+from peerd.core.work import Worker
 from peerd.service.state.snapshot import StateItem
+from peerd.service.state.state_room import StateRoom
 
 
 class Leap(NamedTuple):
@@ -51,6 +55,14 @@ class Leap(NamedTuple):
         specs = [TensorSpec(name, dtype_name(dtype), tuple(shape)) for name, dtype, shape in sorted(kept)]
         return [model.vector_outline(), *specs]
 
+    def put_out(self, folder: Path) -> Leap:
+        """The same leap, whose total lies in a file in `folder` if the disk takes it. For a thread of its own."""
+        room = StateRoom(self.total.nbytes, folder)
+        total = np.frombuffer(room.row, self.total.dtype)
+        np.copyto(total, self.total)
+        room.put_out()
+        return self._replace(total=total)
+
     def items(self) -> list[StateItem]:
         """The leap as state items, to travel."""
         total = StateItem("total", self.total.dtype.name, self.total.shape, self.total.data.cast("B"))
@@ -74,13 +86,29 @@ class Totals:
     def __init__(self, most_bytes: int, most: int = STATE_TOTALS) -> None:
         self._most_bytes, self._most = most_bytes, min(most, STATE_TOTALS)
         self._leaps: dict[Position, Leap] = {}  # oldest first
+        self._put_out: set[Position] = set()  # those of which lie in files
 
     def keep(self, before: Position, leap: Leap) -> None:
         """Keep the step that was made from `before`."""
         self._leaps.pop(before, None)
+        self._put_out.discard(before)
         self._leaps[before] = leap
         while len(self._leaps) > self._most or self.nbytes > self._most_bytes:
             del self._leaps[next(iter(self._leaps))]
+
+    async def put_out(self, folder: Path, files: Worker) -> None:
+        """Move all totals but the newest from memory to files in `folder`."""
+        self._put_out &= self._leaps.keys()
+        for before, leap in list(self._leaps.items())[:-1]:
+            if before not in self._put_out:
+                moved = await files.run(partial(leap.put_out, folder), name="write a total")
+                if self._leaps.get(before) is leap:
+                    self._leaps[before] = moved
+                    self._put_out.add(before)
+
+    def forget(self) -> None:
+        """Drop all totals: no peer needs them."""
+        self._leaps.clear()
 
     def after(self, before: Position) -> Leap | None:
         """The step that was made from `before`; None: it is not kept any more."""

@@ -1,9 +1,9 @@
 """Checkpoints of a stage peer: their schedule, their folder, and the positions that the peer can return to.
 
-A thin layer over `peerd.compute.checkpoint` that knows positions (step and lineage) and keeps files off the
-device's worker. Not a role. Training never waits for the disk: a state that is handed in is written beside it, one
-checkpoint at a time, and a newer one takes the place of one that waits. A disk that is full, or hangs, or no memory,
-costs checkpoints and nothing else: `problem` says so, and the next that is due is tried again.
+A thin layer over `peerd.compute.checkpoint` that knows positions (step and lineage) and keeps files off the device's
+worker. Not a role. Training never waits for the disk: a state that is handed in is read and written beside it, piece by
+piece, one checkpoint at a time, and a newer one takes the place of one that waits. A disk that is full, or hangs, or no
+memory, costs checkpoints and nothing else: `problem` says so, and the next that is due is tried again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import trio
 from torch import Tensor
 
 from peerd.compute.checkpoint import Checkpoints, Manifest
+from peerd.compute.frozen_state import FrozenState
 from peerd.compute.run_record import write_record
 from peerd.core.errors import ConfigError, NoMemory, PeerdError
 from peerd.core.limits import SAVED_TOLD
@@ -40,7 +41,7 @@ class Saving:
         self._root = ctx.data_dir / "checkpoints" / ctx.run.run
         self._ctx, self._files = ctx, ctx.worker("files")
         self._checkpoints: Checkpoints | None = None
-        self._waiting: tuple[Position, Mapping[str, Tensor]] | None = None
+        self._waiting: tuple[Position, FrozenState] | None = None
         self._writing: tuple[Position, float] | None = None  # (position, begun at)
         self._failed: str | None = None
         self._recorded = False  # the run's settings, beside the checkpoints
@@ -70,8 +71,8 @@ class Saving:
         coming = [one[0] for one in (self._waiting, self._writing) if one is not None]
         return position in self.positions or position in coming
 
-    def hand_in(self, position: Position, state: Mapping[str, Tensor]) -> None:
-        """Queue a checkpoint to be written. `state` must not change any more."""
+    def hand_in(self, position: Position, state: FrozenState) -> None:
+        """Queue a checkpoint to be written."""
         self._waiting = position, state
         self._tell()
 
@@ -149,7 +150,7 @@ class Saving:
         every = self._settings.every_steps
         return step == self._total_steps or (every > 0 and step % every == 0)
 
-    async def save(self, position: Position, state: Mapping[str, Tensor], hold: bool = False) -> None:
+    async def save(self, position: Position, state: Mapping[str, Tensor] | FrozenState, hold: bool = False) -> None:
         """Write a checkpoint; older ones beyond the number to keep go. `hold`: this one stays, however old it is."""
         checkpoints = self._checkpoints
         assert checkpoints is not None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import trio
 
-from peerd.compute.codec.error_feedback import ErrorFeedback, feedback_of
+from peerd.compute.codec.error_feedback import ErrorFeedback, Missed, feedback_of
 from peerd.compute.codec.powersgd import LowRank
 from peerd.compute.model.served_stage import Model, Vector
 from peerd.core.blockwise import BLOCKS, CODES
@@ -159,14 +159,19 @@ class Rounds:
             raise ProtocolViolation(str(error), sender) from None
 
     async def total(self, plans: Sequence[AveragingPlan], vector: Vector, low_rank: LowRank | None = None) -> Total:
-        """The sum of all members' gradients; raises RoundFailed. `vector` is ours, and may be changed."""
+        """The sum of all members' gradients; raises RoundFailed. `vector` is ours, and stays as it is."""
         if low_rank is not None:
             return await self._of_factors(plans, vector, low_rank)
         feedback, self._vector_is = self._feedback, (len(vector), vector.dtype.name, 0)
         if feedback is None:
             return Total(await self._sum(plans, vector), lambda: None)
-        new = await self._worker.run(lambda: feedback.begin(vector), name="add the residual")
-        total = await self._sum(plans, vector)
+
+        def begin() -> tuple[Vector, Missed]:
+            ours = vector.copy() if feedback.residual is not None else vector
+            return ours, feedback.begin(ours)
+
+        ours, new = await self._worker.run(begin, name="add the residual")
+        total = await self._sum(plans, ours)
         return Total(total, lambda: feedback.settle(new))
 
     async def _sum(self, plans: Sequence[AveragingPlan], vector: Vector) -> Vector:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from peerd.compute.changes import ParametersLost
 from peerd.compute.experts.trunk_stage import TrunkStage
-from peerd.compute.model.footprint import refuse_if_too_large
+from peerd.compute.model.footprint import recomputes, refuse_if_too_large
 from peerd.compute.model.served_stage import Model, ServedStage
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError, NoMemory, PeerdError, Refused
@@ -50,6 +50,7 @@ class PostState:
         self._run: RunFile = ctx.run
         self._worker = ctx.worker(ctx.device)
         self._served: ServedStage | UserModel | None = None
+        self._recomputes = False  # layers are computed again in a backward
         self._before: Position | None = None  # the position that the last step began at
         self.stage = stage
         self.position = START
@@ -131,6 +132,10 @@ class PostState:
         if self._own is None:
             need = partial(refuse_if_too_large, self._run, self.stage, self._ctx.device)
             await self.work(need, "see whether the stage fits")
+            choose = partial(recomputes, self._run, self.stage, self._ctx.device)
+            if await self.work(choose, "see whether activations fit"):
+                self._recomputes = True
+                self._ctx.log.event("stage.recomputes", stage=self.stage)
         self._served = await self.work(self._build, "build the stage")
         if self._own is not None:  # a user's first parameters are anything, not a function of the run's seed
             self.position = await self.work(self._own.model.here, "name the parameters")
@@ -140,7 +145,10 @@ class PostState:
             return self._own.model
         if self._run.experts is not None:
             return TrunkStage(self._run, self._ctx.device)
-        return ServedStage(self._run, self.stage, self._ctx.device)
+        served = ServedStage(self._run, self.stage, self._ctx.device)
+        if self._recomputes:
+            served.module.recompute()
+        return served
 
     async def return_to_checkpoint(self) -> None:
         """Go to the newest checkpoint of the post's own, if it has any."""
@@ -238,12 +246,12 @@ class PostState:
             await self.save()
 
     async def save(self) -> None:
-        """Copy the state and queue it for the disk: training does not wait for the write."""
+        """Freeze the state and queue it for the disk: training does not wait for the write."""
         position = self.position
         if not self.keeps_checkpoints or not position.step or self._saving.has(position):
             return
         try:
-            state = await self.work(self.model.state, "copy the state")
+            state = await self.work(lambda: self.model.freeze(), "freeze the state to save it")
         except NoMemory as error:
             self._saving.missed(position, error)
         else:

@@ -54,7 +54,8 @@ def count(model: Any) -> int:
 def step(model: Any, number: int) -> None:
     """One global step of a swarm of one, as far as the code goes."""
     code: LowRank = model.low_rank
-    vector = np.random.default_rng(number).standard_normal(count(model)).astype("float32")
+    vector = model.vector().copy()  # with what travels behind the gradients
+    vector[: count(model)] = np.random.default_rng(number).standard_normal(count(model))
     ready = code.finish(code.project(code.begin(vector)))
     model.commit(number, ready.total, 4)
     code.settle(ready)

@@ -216,7 +216,7 @@ def test_nothing_is_lost_while_a_server_does_not_answer(web: WebServer, cache: C
     small = Cache(cache.folder.with_name("small"), 500, cache.downloader)  # one file at a time: fetched each epoch
     steady, shaken = (SampleStream(data, load_vocabulary("bytes"), 8, 1, "me", cache=kept) for kept in (cache, small))
     failures = 0
-    for _ in range(30):
+    for _ in range(60):  # failures of files that are fetched ahead are not reported
         expected = steady.take(13)
         for path in (FIRST, "001.txt", "002.txt"):
             web.faults[path].extend(["503"] * 6)

@@ -260,7 +260,7 @@ def test_a_step_that_finds_no_memory_at_its_start_has_changed_nothing(
     def no_memory(*_: Any, **__: Any) -> Tensor:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(torch.Tensor, "to", no_memory)
+    monkeypatch.setattr(torch, "empty_like", no_memory)
     with pytest.raises(torch.OutOfMemoryError):
         stage.apply(mean)
     monkeypatch.undo()

@@ -25,6 +25,7 @@ from peerd.service.state.serve import Giving
 from peerd.service.state.snapshot import Donors, Snapshots, StateItem
 from peerd.signals import Signal
 from tests.worlds.machines.fakehost import FakeNet, TrioClock, fake_net
+from tests.worlds.machines.still import Still
 from tests.worlds.machines.workers import InlineWorker
 
 RUN = b"r" * 16
@@ -75,10 +76,10 @@ class Donor(Snapshots):
         while self.step < step:
             await self.stepped.wait()
 
-    async def freeze(self) -> tuple[Position, list[StateItem]]:
+    async def freeze(self) -> tuple[Position, Still]:
         await trio.lowlevel.checkpoint()
         self.freezes += 1
-        return Position(self.step, b"x"), self._items
+        return Position(self.step, b"x"), Still(self._items)
 
 
 class Counting(Giving):
@@ -311,9 +312,9 @@ async def no_step(step: int) -> None:
     raise AssertionError(step)
 
 
-async def freeze_of(step: int) -> tuple[Position, list[StateItem]]:
+async def freeze_of(step: int) -> tuple[Position, Still]:
     await trio.lowlevel.checkpoint()
-    return Position(step, b"x"), state(step)
+    return Position(step, b"x"), Still(state(step))
 
 
 async def test_another_stage_is_refused(autojump_clock: MockClock) -> None:

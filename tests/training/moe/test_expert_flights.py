@@ -203,5 +203,7 @@ async def test_a_microbatch_without_enough_answers_begins_again_and_says_so(
 def test_a_role_that_has_nothing_to_compute_with_is_refused_before_it_joins(
     tmp_path: Path, role: Any, experts: ExpertsSection, words: str
 ) -> None:
+    run = run_with(tmp_path, experts=experts)
+    (tmp_path / "text0.txt").write_text("a text without zero bytes " * 100)
     with pytest.raises(ConfigError, match=words):
-        role.check_run(run_with(tmp_path, experts=experts))
+        role.check_run(run)

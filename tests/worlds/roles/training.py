@@ -290,7 +290,8 @@ async def until_equal(s: Swarm, one: Peer, other: Peer, beyond: int) -> None:
         while True:
             (place, ours), (there, theirs) = [await p.role.post.catching_up.freeze() for p in (one, other)]
             if place == there and place.step > beyond:
-                assert [(t.name, bytes(t.payload)) for t in ours] == [(t.name, bytes(t.payload)) for t in theirs]
+                assert ours.specs == theirs.specs
+                assert [bytes(piece) for *_, piece in ours.pieces()] == [bytes(piece) for *_, piece in theirs.pieces()]
                 return
             await (one if place.step < there.step else other).role.moved()
     raise AssertionError("they never met\n" + "\n".join(events(s.peers.values())))

@@ -1,0 +1,129 @@
+"""A state as it was at one moment, to be read once, from its first tensor to its last, while training goes on.
+
+Nothing is copied when a state is frozen. What was not read yet is copied at the moment before the parameters change
+(`Changes`), and freed as it is read. So a reader that is done before the next step takes memory for one piece, and a
+slow one as much as what is left to read. Reading is for any thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from peerd.compute.changes import Changes
+from peerd.compute.tensors import dtype_name, raw_bytes
+from peerd.core.errors import NoMemory
+from peerd.core.frame import DTYPES
+from peerd.core.messages.state import TensorSpec
+
+PIECE_BYTES: Final = 4 << 20
+_SAFETENSORS_NAMES: Final = {
+    **{"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16", "bool": "BOOL"},
+    **{"int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "uint8": "U8"},
+}
+_ALIGN_BYTES: Final = 8  # of the header, by spaces at its end
+
+
+class FrozenState:
+    """See the module's header. `specs` are sorted by name; tensors are read in that order."""
+
+    def __init__(self, state: Mapping[str, Tensor], changes: Changes | None = None) -> None:
+        """`changes`: those of the tensors, which are the live ones; None: they never change."""
+        self.specs = [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in sorted(state.items())]
+        self._tensors: list[Tensor | None] = [tensor.detach() for _, tensor in sorted(state.items())]
+        self._live = changes is not None
+        self._lacks_memory = False
+        self._at = 0  # the tensor that is read now: those before it are done
+        self._lock = threading.Lock()
+        if changes is not None:
+            changes.announce_to(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    def read(self, tensor: int, begin: int, end: int) -> memoryview:
+        """Bytes `begin` to `end` of a tensor, no earlier one than was read last; NoMemory: they were not kept."""
+        with self._lock:
+            if self._lacks_memory:
+                raise NoMemory("there was no memory for what was left of the state when the next step was made")
+            for done in range(self._at, tensor):
+                self._tensors[done] = None
+            self._at = tensor
+            found = self._tensors[tensor]
+            assert found is not None
+            part = found.reshape(-1).view(torch.uint8)[begin:end]
+            return raw_bytes(part.clone() if self._live and part.device.type == "cpu" else part)
+
+    def pieces(self) -> Iterator[tuple[int, int, memoryview]]:
+        """All bytes, piece by piece: the number of the tensor, where the piece begins in it, and its bytes."""
+        for tensor, spec in enumerate(self.specs):
+            for begin in range(0, spec.nbytes, PIECE_BYTES):
+                yield tensor, begin, self.read(tensor, begin, min(begin + PIECE_BYTES, spec.nbytes))
+
+    def before_change(self) -> None:
+        """Copy what was not read yet; for the thread that is about to change the tensors."""
+        with self._lock:
+            if not self._live:
+                return
+            self._live = False
+            for index in range(self._at, len(self._tensors)):
+                found = self._tensors[index]
+                assert found is not None
+                try:
+                    self._tensors[index] = found.to("cpu", copy=True)
+                except (MemoryError, RuntimeError):  # torch has no type of its own for a CPU without memory
+                    self._lacks_memory, self._tensors = True, []
+                    return
+
+
+def write_state(path: Path, state: FrozenState) -> bytes:
+    """Write a new safetensors file, piece by piece; returns the state's digest, as `tensors.state_digest` has it.
+
+    The file is the length of a JSON header (8 bytes, little-endian), the header, and the values of all tensors without
+    gaps: those with the widest values first, so that all are aligned, and equally wide ones by name.
+    """
+    header, begins = _header(state.specs)
+    digest, hashed = hashlib.sha256(), -1
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        data = file.tell()
+        for tensor, begin, piece in state.pieces():
+            hashed = _hash_names(digest, state.specs, hashed, tensor)
+            digest.update(piece)
+            file.seek(data + begins[tensor] + begin)
+            file.write(piece)
+        _hash_names(digest, state.specs, hashed, len(state.specs) - 1)
+    return digest.digest()
+
+
+def _header(specs: list[TensorSpec]) -> tuple[bytes, list[int]]:
+    """The header, and where each tensor begins behind it."""
+    begins, end = [0] * len(specs), 0
+    described: dict[str, object] = {}
+    for index in sorted(range(len(specs)), key=lambda i: (-DTYPES[specs[i].dtype].itemsize, specs[i].name)):
+        spec, begins[index] = specs[index], end
+        end += spec.nbytes
+        described[spec.name] = {
+            "dtype": _SAFETENSORS_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [begins[index], end],
+        }
+    header = msgspec.json.encode(described)
+    return header + b" " * (-len(header) % _ALIGN_BYTES), begins
+
+
+def _hash_names(digest: hashlib._Hash, specs: list[TensorSpec], done: int, tensor: int) -> int:
+    """Add what stands before each tensor's values, of those after `done` up to `tensor`; returns `tensor`."""
+    for spec in specs[done + 1 : tensor + 1]:
+        digest.update(f"{spec.name}\0{spec.dtype}\0{list(spec.shape)}\0".encode())
+    return tensor

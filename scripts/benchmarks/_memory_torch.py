@@ -1,0 +1,59 @@
+"""Plain torch as a process of its own: the same model, microbatches and AdamW; it prints the memory that it took.
+
+Arguments: a run file, and the stage; of a pipeline's stage the inputs and the output's gradients are made up.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from benchmarks._memory_watch import Look, look_at, resident_peak
+from peerd.compute.data.stream import samples_of
+from peerd.compute.model.partition import build
+from peerd.core.decoders import convert
+from peerd.core.run.runfile import RunFile
+
+STEPS = 4
+
+
+def main(file: str, stage: int) -> None:
+    run = convert(yaml.safe_load(Path(file).read_text()), RunFile)
+    torch.set_num_threads(1)
+    model = build(run, [stage])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.optimizer.lr)
+    stream, parts = samples_of(run, "plain"), run.batch.target_samples // run.pipeline.microbatch
+    look: Look | None = None
+    peak = 0
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(parts):
+            _microbatch(run, model, stage, stream.take(run.pipeline.microbatch).long())
+        optimizer.step()
+        peak, look = max(peak, resident_peak()), look_at(_pid())
+    assert look is not None
+    print(json.dumps({"peak": peak, "rest": look.private, "parameters": sum(p.numel() for p in model.parameters())}))
+
+
+def _microbatch(run: RunFile, model: torch.nn.Module, stage: int, samples: Tensor) -> None:
+    tokens, targets = samples[:, :-1], samples[:, 1:]
+    x = tokens if stage == 0 else torch.randn(*tokens.shape, run.model.d_model, requires_grad=True)
+    y = model(x)
+    if stage == run.pipeline.stages - 1:
+        torch.autograd.backward(cross_entropy(y.flatten(0, 1), targets.flatten()))
+    else:
+        torch.autograd.backward(y, torch.randn_like(y))
+
+
+def _pid() -> int:
+    return int(Path("/proc/self").readlink().name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

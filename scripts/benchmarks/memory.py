@@ -1,0 +1,205 @@
+"""Memory of replicas and of stage peers, in bytes a parameter, beside plain torch with the same model and batch.
+
+Real `peerd` processes on this machine: two replicas, and a pipeline of two stages with two peers each. A process with
+the same role and a model of next to nothing shows the memory of peerd and torch by themselves, which is subtracted.
+`rest` is what belongs to a stage peer alone when nothing is computed; of replicas, which never pause, the least while
+they train. `steps` is the most that is resident in steps, and `checkpoint` in steps with a checkpoint. `giving` and
+`newcomer` are the most that older peers and a new one have resident while the new one fetches the state and makes its
+first step. Linux only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from benchmarks._memory_watch import MemoryWatch, Span, longest
+from benchmarks._peers import ROOT, Peer, Peers
+from benchmarks._report import Figure, Report
+from benchmarks._swarm import BASE
+
+MICROBATCH, MICROBATCHES = 4, 4
+CHECKPOINT_STEPS: Final = 4
+MODEL: Final = {"d_model": 512, "heads": 8, "context": 64}
+NOTHING: Final = {"d_model": 16, "heads": 2, "context": 64}
+LAYERS: Final = {"replica": 8, "stage": 16}  # 25 million parameters in each process
+MOST: Final = {"rest": 22.0, "steps": 28.0, "checkpoint": 28.0, "giving": 28.0}  # bytes a parameter, beside activations
+MOST_OVER_TORCH: Final = 1.5
+PATIENCE_S: Final = 600.0
+IDLE_S: Final = 20.0
+SEEN_S: Final = 0.5  # for looks after each step that is waited for: those without a model take milliseconds
+
+
+def run_file(kind: str, model: dict[str, int], layers: int) -> dict[str, Any]:
+    return BASE | {
+        "run": f"memory-{kind}",
+        "model": model | {"layers": layers},
+        "pipeline": {"stages": 2 if kind == "stage" else 1, "microbatch": MICROBATCH},
+        "optimizer": {"name": "adamw", "lr": 1.0e-4, "total_steps": 10_000},
+        "batch": {"target_samples": MICROBATCH * MICROBATCHES},
+        "checkpoint": {"every_steps": CHECKPOINT_STEPS, "keep": 1},
+    }
+
+
+@dataclass(slots=True)
+class Local(Peers):
+    """A swarm's processes on this machine, and what each of them holds."""
+
+    kind: str
+    run: dict[str, Any]
+    watch: MemoryWatch = field(default_factory=MemoryWatch, init=False)
+    entry: str = field(default="", init=False)
+
+    def measured(self, newcomer: bool) -> dict[str, Span]:
+        """Run the swarm; the most that any of its processes held, by phase."""
+        backbone = self._start("backbone", "backbone", "--listen", "/ip4/127.0.0.1/tcp/0")
+        self.until(lambda: bool(backbone.addr()), "the backbone does not listen")
+        self.entry = backbone.addr()
+        names = [self._join(number) for number in range(4 if self.kind == "stage" else 2)]
+        if self.kind == "stage":
+            self._start_role("trainer", "trainer", self.run)
+        saved = CHECKPOINT_STEPS
+        first, before, after = [self._stepped(names, step) for step in (1, saved - 1, saved + 1)]
+        found = {
+            "rest": self._most(names, first, after),
+            "steps": self._most(names, first, before),
+            "checkpoint": self._most(names, before, after),
+        }
+        if newcomer:
+            one = self._join(len(names))
+            end = self._stepped([one], saved + 3)  # a step of its own, at least
+            found |= {"giving": self._most(names, after, end), "newcomer": self._most([one], 0.0, end)}
+            if self.kind == "stage":
+                found["rest"] = self._idle(names)
+        return found
+
+    def end(self) -> None:
+        for peer in self.peers:
+            peer.popen.kill()
+            peer.popen.wait()
+
+    def _idle(self, names: list[str]) -> Span:
+        """What stage peers hold some time after the last trainer has gone."""
+        trainer = next(peer for peer in self.peers if peer.name == "trainer")
+        trainer.popen.terminate()
+        trainer.popen.wait()
+        time.sleep(IDLE_S)
+        return self._most(names, time.time() - SEEN_S, time.time())
+
+    def _most(self, names: list[str], begin: float, end: float) -> Span:
+        return longest({name: self.watch.between(name, begin, end) for name in names})
+
+    def _stepped(self, names: list[str], step: int) -> float:
+        """Wait until all have made `step`; returns when that was."""
+        peers = [peer for peer in self.peers if peer.name in names]
+
+        def done() -> bool:
+            return all(int(peer.role().get("step") or 0) >= step for peer in peers)
+
+        self.until(done, f"step {step} was never done", PATIENCE_S)
+        time.sleep(SEEN_S)
+        return time.time()
+
+    def _join(self, number: int) -> str:
+        if self.kind == "stage":
+            return self._start_role(f"stage-{number}", "stage", {**self.run, "limits": {"stage": number % 2}})
+        return self._start_role(f"replica-{number}", "trainer", self.run)
+
+    def _start_role(self, name: str, role: str, run: dict[str, Any]) -> str:
+        file = self.folder / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(run))
+        listen = ("--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1")
+        self._start(name, "join", "--role", role, "--model", str(file), "--bootstrap", self.entry, *listen)
+        return name
+
+    def _start(self, name: str, *arguments: str) -> Peer:
+        peer = self.start_peer(_Here(), name, *arguments)  # type: ignore[arg-type]
+        self.watch.add(name, peer.popen.pid)
+        return peer
+
+
+class _Here:
+    """This machine, as a place to start processes."""
+
+    def popen(self, argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(argv, **options)
+
+
+def swarm_of(kind: str, model: dict[str, int], layers: int, newcomer: bool) -> dict[str, Span]:
+    with tempfile.TemporaryDirectory(prefix="peerd-memory-") as folder:
+        swarm = Local(Path(folder), kind, run_file(kind, model, layers))
+        try:
+            with swarm.watch.watching():
+                return swarm.measured(newcomer)
+        finally:
+            swarm.end()
+
+
+def torch_of(kind: str, model: dict[str, int], layers: int, stage: int) -> tuple[Span, int]:
+    """What plain torch holds for one stage, and the number of its parameters."""
+    with tempfile.TemporaryDirectory(prefix="peerd-memory-") as folder:
+        file = Path(folder) / "run.yaml"
+        file.write_text(yaml.safe_dump(run_file(kind, model, layers)))
+        argv = [sys.executable, "-m", "benchmarks._memory_torch", str(file), str(stage)]
+        paths = os.pathsep.join(filter(None, [str(ROOT / "scripts"), str(ROOT), *sys.path]))
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        told = subprocess.run(argv, check=True, capture_output=True, env=env, text=True).stdout
+    found = json.loads(told.splitlines()[-1])
+    return Span(found["peak"], found["rest"]), found["parameters"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What was measured of one kind of peer, beside what one without a model takes."""
+
+    parameters: int  # of the largest stage
+    spans: dict[str, Span]
+    plain: Span
+
+    def per_parameter(self) -> dict[str, float]:
+        """Bytes a parameter: at rest, and the peak of each phase; and of plain torch."""
+        found = {"rest": self.spans["rest"].rest / self.parameters}
+        found |= {phase: span.peak / self.parameters for phase, span in self.spans.items() if phase != "rest"}
+        found["torch_rest"] = self.plain.rest / self.parameters
+        return found | {"torch_peak": self.plain.peak / self.parameters}
+
+
+def measure_kind(kind: str) -> Kind:
+    layers, stages = LAYERS[kind], 2 if kind == "stage" else 1
+    base = swarm_of(kind, NOTHING, stages, newcomer=False)["rest"]  # all its phases are alike
+    plain_base = torch_of(kind, NOTHING, stages, 0)[0]
+    plain = [torch_of(kind, MODEL, layers, stage) for stage in range(stages)]
+    found = swarm_of(kind, MODEL, layers, newcomer=True)
+    most = longest({str(index): span for index, (span, _) in enumerate(plain)})
+    spans = {phase: span.beside(base) for phase, span in found.items()}
+    return Kind(max(count for _, count in plain), spans, most.beside(plain_base))
+
+
+def measure(full: bool) -> Report:
+    kinds = {kind: measure_kind(kind) for kind in LAYERS}
+    extra = {kind: found.per_parameter() for kind, found in kinds.items()}
+    sections = [[*_section(kind, kinds[kind], figures)] for kind, figures in extra.items()]
+    note = f"{MICROBATCHES} microbatches of {MICROBATCH} samples of {MODEL['context']} tokens a step; AdamW, float32"
+    return Report("memory, bytes a parameter", sections, note, {"bytes_per_parameter": extra})
+
+
+def _section(kind: str, found: Kind, figures: dict[str, float]) -> Iterator[Figure]:
+    activations = figures["torch_peak"] - 16.0
+    yield Figure(f"{kind}_parameters", f"{kind}: parameters", found.parameters, "", 0)
+    for phase, value in figures.items():
+        most = MOST.get(phase)
+        if most is not None and phase != "rest":
+            most += max(0.0, activations)
+        yield Figure(f"{kind}_{phase}", f"  {phase.replace('_', ' ')}", value, "", 1, at_most=most)
+    over = figures["steps"] / figures["torch_peak"]
+    yield Figure(f"{kind}_over_torch", "  steps over plain torch's peak", over, "", 2, at_most=MOST_OVER_TORCH)
