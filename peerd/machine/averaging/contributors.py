@@ -20,12 +20,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from peerd.machine.averaging.shares import MemberLine, Mode
-
-FloatArray = NDArray[np.float64]
 
 WORTH_RESTING = 1.05  # times as long as the best step: a longer one is worth a change
 LEAST = 2  # contributors, where there are so many members: the state of one that dies is not lost
@@ -188,7 +183,7 @@ def least_s_per_byte(nodes: Sequence[float], helpers: Sequence[float], senders: 
     if senders == 2 and nodes:
         return 0.0
     if len(nodes) + len(helpers) > _MANY:
-        return _least_of_many(np.array(nodes), np.array(helpers), senders)
+        return _least_of_many(nodes, helpers, senders)
     events: list[tuple[float, float]] = []
     for rate in nodes:
         slope = rate / (senders - 2)
@@ -204,8 +199,11 @@ def least_s_per_byte(nodes: Sequence[float], helpers: Sequence[float], senders: 
     return math.inf
 
 
-def _least_of_many(nodes: FloatArray, helpers: FloatArray, senders: int) -> float:
+def _least_of_many(own: Sequence[float], others: Sequence[float], senders: int) -> float:
     """As `least_s_per_byte`, for many lines at once."""
+    import numpy as np  # heavy, and light commands load this module
+
+    nodes, helpers = np.array(own), np.array(others)
     nothing = np.zeros_like(helpers)
     begins = np.concatenate([1 / nodes, (senders - 1) / nodes, nothing, senders / helpers])
     slopes = np.concatenate([nodes / (senders - 2), -nodes / (senders - 2), helpers / senders, -helpers / senders])
