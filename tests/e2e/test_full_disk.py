@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from peerd.cli import invoke
-from peerd.service.state.fetch import _room
+from peerd.service.state.state_room import StateRoom
 from tests.worlds.processes.processes import Process, processes, run_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.socket, pytest.mark.timeout(600)]
@@ -55,9 +55,9 @@ def test_a_disk_that_is_full_at_the_start_is_one_sentence(tmp_path: Path) -> Non
 def test_room_for_a_state_is_in_memory_where_the_disk_has_none(tmp_path: Path) -> None:
     """A file that only seems to have room ends the process that writes to it."""
     with small_disk(tmp_path / "disk") as disk:
-        assert len(_room(1 << 20, disk)) == 1 << 20
+        assert len(StateRoom(1 << 20, disk).row) == 1 << 20
         fill(disk)
-        room = _room(1 << 20, disk)
+        room = StateRoom(1 << 20, disk).row
         room[:] = bytes(range(256)) * (1 << 12)
         assert room[255] == 255
 

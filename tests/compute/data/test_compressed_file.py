@@ -129,7 +129,7 @@ def test_a_window_that_is_too_large_is_refused(tmp_path: Path) -> None:
         (b"\x04\x22\x4d\x18rest", "compressed by lz4"),
         ("text".encode("utf-16"), "UTF-16"),
         (b"text \0 text", "has bytes of value 0"),
-        (gzip.compress(b"in a tar \0\0\0 archive"), "has bytes of value 0"),
+        (gzip.compress(b"in a tar \0\0\0 archive", mtime=0), "has bytes of value 0"),
     ],
 )
 def test_a_file_that_is_no_text_is_named_before_anything_is_joined(tmp_path: Path, begin: bytes, what: str) -> None:
