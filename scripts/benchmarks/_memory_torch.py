@@ -1,12 +1,14 @@
-"""Plain torch as a process of its own: the same model, microbatches and AdamW; it prints the memory that it took.
+"""Plain torch as a process of its own: the same model, microbatches and AdamW; it prints its memory, and a step's time.
 
-Arguments: a run file, and the stage; of a pipeline's stage the inputs and the output's gradients are made up.
+Arguments: a run file, the stage, and the number of threads (1); of a pipeline's stage the inputs and the output's
+gradients are made up.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -23,22 +25,25 @@ from peerd.core.run.runfile import RunFile
 STEPS = 4
 
 
-def main(file: str, stage: int) -> None:
+def main(file: str, stage: int, threads: int) -> None:
     run = convert(yaml.safe_load(Path(file).read_text()), RunFile)
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     model = build(run, [stage])
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.optimizer.lr)
     stream, parts = samples_of(run, "plain"), run.batch.target_samples // run.pipeline.microbatch
     look: Look | None = None
-    peak = 0
+    peak, ends = 0, list[float]()
     for _ in range(STEPS):
         optimizer.zero_grad()
         for _ in range(parts):
             _microbatch(run, model, stage, stream.take(run.pipeline.microbatch).long())
         optimizer.step()
         peak, look = max(peak, resident_peak()), look_at(_pid())
+        ends.append(time.monotonic())
     assert look is not None
-    print(json.dumps({"peak": peak, "rest": look.private, "parameters": sum(p.numel() for p in model.parameters())}))
+    step_s = (ends[-1] - ends[0]) / (STEPS - 1)
+    count = sum(p.numel() for p in model.parameters())
+    print(json.dumps({"peak": peak, "rest": look.private, "parameters": count, "step_s": step_s}))
 
 
 def _microbatch(run: RunFile, model: torch.nn.Module, stage: int, samples: Tensor) -> None:
@@ -56,4 +61,4 @@ def _pid() -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 1)
