@@ -157,7 +157,7 @@ class Contributor(Generic[T]):
                     self._idle = scope if not self.books.news() else None
                     asked = trio.current_time()
                     answer = await self._following.ask(
-                        "swarm/5/trainer", self._report, TrainerAnswer, _SYNC_WAIT_S + 8.0
+                        "swarm/6/trainer", self._report, TrainerAnswer, _SYNC_WAIT_S + 8.0
                     )
                     self._idle = None
                     if self._said:

@@ -25,7 +25,7 @@ async def f2_claims_checkpoints(there: Field) -> None:
             saved = [made_up(there) for _ in range(there.rng.randint(1, 8))]
             for stage in range(there.run.pipeline.stages):
                 report = hello(there, session, stage, _START, saved=saved, witnessed=saved)
-                await tell_all(there, peer, "swarm/5/member", report, MemberAnswer)
+                await tell_all(there, peer, "swarm/6/member", report, MemberAnswer)
             await trio.sleep(0.3)
 
 
@@ -38,7 +38,7 @@ async def f2_conducts_from_afar(there: Field) -> None:
         async def conducts(_: Incoming[WhoConducts]) -> Answer[Conducts]:
             return Answer(Conducts(there.rng.randint(1, 50), position))
 
-        peer.rpc.serve("swarm/5/who", WhoConducts, conducts, declared=ANY)
+        peer.rpc.serve("swarm/6/who", WhoConducts, conducts, declared=ANY)
         await announce(there, peer, 0, position.step)
         await trio.sleep(there.rng.uniform(2, 8))
 

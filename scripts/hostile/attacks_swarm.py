@@ -93,12 +93,12 @@ async def c3_a_term(there: Field) -> None:
         async def conducts(_: Incoming[WhoConducts]) -> Answer[Conducts]:
             return Answer(Conducts(_MOST))
 
-        peer.rpc.serve("swarm/5/who", WhoConducts, conducts, declared=ANY)
+        peer.rpc.serve("swarm/6/who", WhoConducts, conducts, declared=ANY)
         await announce(there, peer, 0, 10)
         for term in (_MOST, _MOST - 1, there.rng.randint(2, 10_000), 1 << 40):
-            await tell_all(there, peer, "swarm/5/trainer", wishes(there, term=term), TrainerAnswer)
+            await tell_all(there, peer, "swarm/6/trainer", wishes(there, term=term), TrainerAnswer)
             report = hello(there, 7, 0, _START, term=term)
-            await tell_all(there, peer, "swarm/5/member", report, MemberAnswer)
+            await tell_all(there, peer, "swarm/6/member", report, MemberAnswer)
         await trio.sleep(there.rng.uniform(1, 4))
 
 
@@ -109,7 +109,7 @@ async def c4_a_position(there: Field) -> None:
             stage = there.rng.randrange(there.run.pipeline.stages)
             far = there.rng.choice([FAR, Position(_MOST, b"x" * 16), Position(there.rng.randint(1, 5000), b"near.now")])
             report = hello(there, session, stage, far, saved=[far], prepared=far)
-            await tell_all(there, peer, "swarm/5/member", report, MemberAnswer)
+            await tell_all(there, peer, "swarm/6/member", report, MemberAnswer)
             await announce(there, peer, stage, there.rng.choice([10**9, _MOST]))
             await trio.sleep(0.3)
 
@@ -137,7 +137,7 @@ async def h1_accuses(there: Field) -> None:
                     report = hello(there, 3, stage, at, addrs=addrs, since=peer.clock.wall())
                     with trio.move_on_after(2.0):
                         try:
-                            found = await peer.rpc.call(to, "swarm/5/member", report, MemberAnswer, timeout_s=2.0)
+                            found = await peer.rpc.call(to, "swarm/6/member", report, MemberAnswer, timeout_s=2.0)
                             at = found.body.current or at
                         except RemoteError:
                             continue
@@ -158,7 +158,7 @@ async def h1_helper_accuses(there: Field) -> None:
         addrs = [str(addr) for addr in peer.host.addrs()]
         report = hello(there, 5, stage, _START, line=line, addrs=addrs, held=None)
         for _ in range(8):
-            await tell_all(there, peer, "swarm/5/member", report, MemberAnswer)
+            await tell_all(there, peer, "swarm/6/member", report, MemberAnswer)
             await trio.sleep(0.5)
 
 
@@ -171,7 +171,7 @@ async def h1_wishes(there: Field) -> None:
                 for to in there.peers():
                     report = wishes(there, step=step, open=Seqs.of(range(64)))
                     try:
-                        found = await peer.rpc.call(to, "swarm/5/trainer", report, TrainerAnswer, timeout_s=2.0)
+                        found = await peer.rpc.call(to, "swarm/6/trainer", report, TrainerAnswer, timeout_s=2.0)
                     except RemoteError:
                         continue
                     step = found.body.step
@@ -190,7 +190,7 @@ async def h1_credits(there: Field) -> None:
                 report = wishes(there, step=step, open=Seqs.of(range(16)), done=done)
                 for to in there.peers():
                     try:
-                        found = await peer.rpc.call(to, "swarm/5/trainer", report, TrainerAnswer, timeout_s=2.0)
+                        found = await peer.rpc.call(to, "swarm/6/trainer", report, TrainerAnswer, timeout_s=2.0)
                     except RemoteError:
                         continue
                     step, admitted = found.body.step, list(found.body.admitted)
@@ -257,7 +257,7 @@ async def h8_addresses(there: Field) -> None:
     async def one() -> None:
         async with there.peer() as peer:
             report = hello(there, 1, 0, _START, addrs=[there.rng.choice(lures) for _ in range(16)])
-            await tell_all(there, peer, "swarm/5/member", report, MemberAnswer)
+            await tell_all(there, peer, "swarm/6/member", report, MemberAnswer)
             await announce(there, peer, 0, 5, addrs=16)
             await trio.sleep(2)
 
@@ -296,7 +296,7 @@ async def granted(there: Field, peer: PeerStack) -> tuple[int, Grant | None, Gra
     report = wishes(there, open=Seqs.of(range(64)))
     for to in there.peers():
         try:
-            found = await peer.rpc.call(to, "swarm/5/trainer", report, TrainerAnswer, timeout_s=2.0)
+            found = await peer.rpc.call(to, "swarm/6/trainer", report, TrainerAnswer, timeout_s=2.0)
         except RemoteError:
             continue
         return found.body.step, found.body.grant, found.body.evaluate

@@ -68,13 +68,13 @@ def _positions(rng: random.Random, places: Sequence[Position], most: int) -> lis
 def agreed(stage: int, position: Position) -> Good:
     """A report that names one position throughout: strangers at all stages may agree on it."""
     body = msgspec.structs.replace(goods.MEMBER.body, run=MARK, stage=stage, position=position, saved=[position])
-    return Good("swarm/5/member", msgspec.structs.replace(body, held=Mbs(), witnessed=[position], wait_s=0.0))
+    return Good("swarm/6/member", msgspec.structs.replace(body, held=Mbs(), witnessed=[position], wait_s=0.0))
 
 
 def claim(rng: random.Random, places: Sequence[Position]) -> Good:
     """A report of a stranger as a member of either stage."""
     return Good(
-        "swarm/5/member",
+        "swarm/6/member",
         msgspec.structs.replace(
             goods.MEMBER.body,
             run=MARK,
@@ -181,7 +181,7 @@ def to_show(body: bytes) -> list[Good]:
 def to_who(places: Sequence[Position | None], term: int) -> list[Good]:
     """A stranger says that it conducts, at one of these positions. `term`: that of the conductor."""
     terms = (1, term, term + 1, term + 1, term + 2, 1 << 40)
-    return [Good("swarm/5/who", Conducts(told, place)) for told in terms for place in places]
+    return [Good("swarm/6/who", Conducts(told, place)) for told in terms for place in places]
 
 
 HELD = Good("posts/1/held", PostsHeld([0, 1]))

@@ -95,7 +95,7 @@ class Asked(Answering):
         self.asked_for = list[bytes]()
         answers: dict[str, Answers] = {
             "proofs/1/show": self._show,
-            "swarm/5/who": self.conducts,
+            "swarm/6/who": self.conducts,
             "posts/1/held": [claimed.HELD],
         }
         super().__init__(entered, random.Random(stage.ephemeral), claimed.POOL, answers)

@@ -81,7 +81,7 @@ class ProvenStage(ServiceStage):
     async def conducted(self) -> Conducts | None:
         """Returns the conductor's answer to the honest peer, or None if it does not conduct."""
         try:
-            return (await self.asks.call(self.host.id, "swarm/5/who", WhoConducts(MARK), Conducts, timeout_s=30)).body
+            return (await self.asks.call(self.host.id, "swarm/6/who", WhoConducts(MARK), Conducts, timeout_s=30)).body
         except Refused:
             return None
 
@@ -100,14 +100,14 @@ class ProvenStage(ServiceStage):
 
     async def _report(self, step: int, seqs: list[int], done: list[Done]) -> TrainerAnswer:
         body = TrainerSync(MARK, 1, step, Seqs.of(seqs), done, 0, 0, 0.5)
-        return (await self.asks.call(self.host.id, "swarm/5/trainer", body, TrainerAnswer, timeout_s=30)).body
+        return (await self.asks.call(self.host.id, "swarm/6/trainer", body, TrainerAnswer, timeout_s=30)).body
 
     async def _trained(self, step: int, seq: int, last: Peer, admitted: TrainerAnswer) -> Done:
         receipts = []
         for peer, good in ((self.members[0], goods.BACKWARD), (last, goods.LAST[2])):
             body = msgspec.structs.replace(good.body, run=MARK, step=step, seq=seq, grant=admitted.grant)
             answer = await self.asks.call(
-                peer.host.id, "stage/5/backward", body, StageAnswer, frames=good.frames, timeout_s=30
+                peer.host.id, "stage/6/backward", body, StageAnswer, frames=good.frames, timeout_s=30
             )
             receipts.append(answer.body.receipt)
         return Done(seq, [self.host.id.text, last.host.id.text], receipts)

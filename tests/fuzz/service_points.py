@@ -19,7 +19,6 @@ from peerd.core.protobuf.autonat import AUTONAT, DialMe
 from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Limit, StopKind, StopMessage
 from peerd.core.protobuf.holepunch import DCUTR, HolePunch, PunchKind
 from peerd.core.varint import encode_varint
-from peerd.machine.averaging.member_plan import attempt_of
 from peerd.machine.mux.frames import DATA, SYN
 from peerd.machine.mux.stream import YamuxStream
 from peerd.machine.rpc import codec as wire
@@ -113,7 +112,7 @@ async def _credited(stage: Stage) -> Sequence[Hostile]:
     if answer := await ask(hostile, goods.BACKWARD):
         receipt = decode(StageAnswer, answer).receipt
         done = Done(SEQ, [goods.HOST.text, goods.MATE.text], [receipt, None])
-        await ask(hostile, Good("swarm/5/trainer", msgspec.structs.replace(goods.WISH, done=[done], wait_s=0.0)))
+        await ask(hostile, Good("swarm/6/trainer", msgspec.structs.replace(goods.WISH, done=[done], wait_s=0.0)))
     return [hostile]
 
 
@@ -147,7 +146,7 @@ async def _make_batch(hostile: Hostile, mate: Hostile) -> None:
             answer = await ask(lane, replace(good, body=msgspec.structs.replace(good.body, seq=seq)))
             receipts.append(decode(StageAnswer, answer).receipt if answer else None)
         done.append(Done(seq, [goods.HOST.text, goods.MATE.text], receipts))
-    await ask(hostile, Good("swarm/5/trainer", msgspec.structs.replace(goods.WISH, done=done, wait_s=0.0)))
+    await ask(hostile, Good("swarm/6/trainer", msgspec.structs.replace(goods.WISH, done=done, wait_s=0.0)))
 
 
 # --- whom the host follows -------------------------------------------------------------------------------------------
@@ -199,10 +198,18 @@ async def _in_shares(stage: Stage) -> Sequence[Hostile]:
     return [hostile]
 
 
-@point("in a grid of rounds", _in_round(attempt_of(goods.ATTEMPT, 0), goods.COMMIT), POINTS)
-async def _in_grid(stage: Stage) -> Sequence[Hostile]:
+@point("with a sum of an earlier order", _in_round(b"j" * 16, goods.COMMIT, goods.PREPARE_COPY), POINTS)
+async def _in_joined(stage: Stage) -> Sequence[Hostile]:
     hostile = await _conducting(stage)
-    await _order(hostile, goods.PREPARE_GRID)
+    assert await ask(hostile, goods.PREPARE_FIRST)
+    await _order(hostile, goods.PREPARE_JOINED)
+    return [hostile]
+
+
+@point("as the only one that has the sum", _in_round(b"c" * 16, goods.COMMIT), POINTS)
+async def _in_copy(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _conducting(stage)
+    await _order(hostile, goods.PREPARE_COPY)
     return [hostile]
 
 

@@ -114,9 +114,9 @@ class RunStage(ServiceStage):
         forward = StageForward(MARK, 0, None, grant=granted)
         try:
             await self.asks.call(
-                self.host.id, "stage/5/forward", forward, StageAnswer, frames=input_frame, timeout_s=30
+                self.host.id, "stage/6/forward", forward, StageAnswer, frames=input_frame, timeout_s=30
             )
-            await self.asks.call(self.host.id, "swarm/5/who", WhoConducts(MARK), Conducts, timeout_s=30)
+            await self.asks.call(self.host.id, "swarm/6/who", WhoConducts(MARK), Conducts, timeout_s=30)
         except (Refused, Overloaded) as error:
             told = ("does not conduct", "is not of a conductor")
             return "" if any(text in str(error) for text in told) else f"an honest call is refused: {error}"

@@ -41,7 +41,7 @@ class Rival(Asked):
 
     def conducts(self, _: bytes) -> list[Good]:
         self.asked += 1
-        return [Good("swarm/5/who", Conducts(self.scene.services.conducting.term + 1, self.scene.places[-1]))]
+        return [Good("swarm/6/who", Conducts(self.scene.services.conducting.term + 1, self.scene.places[-1]))]
 
 
 async def _contested() -> None:

@@ -93,7 +93,7 @@ async def _wishes(s: Swarm, wisher: Peer, conductor: Peer, run: RunFile) -> list
     found: list[bool] = []
     with trio.move_on_after(60):
         while not found:
-            told = (await rpc.call(conductor.host.id, "swarm/5/trainer", sync, TrainerAnswer, timeout_s=10)).body
+            told = (await rpc.call(conductor.host.id, "swarm/6/trainer", sync, TrainerAnswer, timeout_s=10)).body
             found += [told.grant.helped] if told.grant is not None else []
             sync = msgspec.structs.replace(sync, step=told.step)
             await trio.sleep(0.05)

@@ -94,7 +94,7 @@ async def test_an_order_of_a_conductor_that_is_followed_no_more_is_called_off(tm
         ask = following.rpc.call
 
         async def answered_by_another(peer: PeerId, method: str, *rest: Any, **more: Any) -> Any:
-            return await ask(own if method == "swarm/5/member" else peer, method, *rest, **more)
+            return await ask(own if method == "swarm/6/member" else peer, method, *rest, **more)
 
         following.rpc.call = answered_by_another
         following.conductor = s.peers["mate"].host.id  # the one before is gone without a word

@@ -61,14 +61,14 @@ class Hostile:
             **{"held": Mbs(), "counted": Mbs(), "addrs": [str(self.node.addr)], "since": 1.0, "term": 0, "seen": 0},
             "wait_s": 0.0,
         }
-        return await self._say("swarm/5/member", MemberSync(**{**lies, **changes}), MemberAnswer)
+        return await self._say("swarm/6/member", MemberSync(**{**lies, **changes}), MemberAnswer)
 
     async def trainer(self, **changes: Any) -> TrainerAnswer | None:
         lies: dict[str, Any] = {
             **{"run": self.run, "term": 0, "step": 0, "open": Seqs(), "done": [], "seen": 0, "seen_members": 0},
             "wait_s": 0.0,
         }
-        return await self._say("swarm/5/trainer", TrainerSync(**{**lies, **changes}), TrainerAnswer)
+        return await self._say("swarm/6/trainer", TrainerSync(**{**lies, **changes}), TrainerAnswer)
 
     async def _say(self, method: str, body: msgspec.Struct, reply: type[Any]) -> Any:
         with suppress(RemoteError):
@@ -80,15 +80,15 @@ class Hostile:
             await trio.lowlevel.checkpoint()
             return Answer(Conducts(term))
 
-        self.node.rpc.serve("swarm/5/who", WhoConducts, who, declared=ANY)
+        self.node.rpc.serve("swarm/6/who", WhoConducts, who, declared=ANY)
 
     def refuses_all(self) -> None:
         async def refuse(call: Incoming[Any]) -> Answer[Any]:
             self.refused += 1
             raise Refused(f"{NOT_CONDUCTING}, somebody should")
 
-        self.node.rpc.serve("swarm/5/member", MemberSync, refuse, declared=ANY)
-        self.node.rpc.serve("swarm/5/trainer", TrainerSync, refuse, declared=ANY)
+        self.node.rpc.serve("swarm/6/member", MemberSync, refuse, declared=ANY)
+        self.node.rpc.serve("swarm/6/trainer", TrainerSync, refuse, declared=ANY)
 
 
 async def names_terms(hostile: Hostile) -> None:

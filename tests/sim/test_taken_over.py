@@ -53,7 +53,7 @@ async def claim(roles: Roles, stranger: Node, positions: list[Position]) -> None
             witnessed=positions,
         )
         conductor = conducting(roles)._host.id
-        await stranger.rpc.call(conductor, "swarm/5/member", report, MemberAnswer, timeout_s=5.0)
+        await stranger.rpc.call(conductor, "swarm/6/member", report, MemberAnswer, timeout_s=5.0)
 
 
 def obey(stranger: Node) -> None:
@@ -63,7 +63,7 @@ def obey(stranger: Node) -> None:
         await trio.lowlevel.checkpoint()
         return Answer(Moved(call.body.target))
 
-    stranger.rpc.serve("stage/5/restore", Restore, restore, **OPEN)
+    stranger.rpc.serve("stage/6/restore", Restore, restore, **OPEN)
 
 
 @pytest.mark.parametrize("behind", [1, -1], ids=["behind", "ahead"])

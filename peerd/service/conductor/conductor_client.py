@@ -370,7 +370,7 @@ class ConductorClient:
         if self.conductor is None or (self.conductor == self.own and not stage):
             return
         with trio.move_on_after(_GOODBYE_S), suppress(RemoteError):  # it will notice when the connection closes
-            await self.rpc.call(self.conductor, "swarm/5/leave", Leave(run, stage), Empty, timeout_s=_GOODBYE_S)
+            await self.rpc.call(self.conductor, "swarm/6/leave", Leave(run, stage), Empty, timeout_s=_GOODBYE_S)
 
     async def list_members(self, run: bytes) -> MembersListing | None:
         """The conductor's list, for a peer that serves nothing yet; None: nobody that can be reached conducts."""
@@ -390,7 +390,7 @@ class ConductorClient:
         known = KnownMembers()
         for _ in range(_PARTS):
             body = ListMembers(run, known.version)
-            told = (await self.rpc.call(peer, "swarm/5/members", body, MembersListed, timeout_s=_LIST_S)).body
+            told = (await self.rpc.call(peer, "swarm/6/members", body, MembersListed, timeout_s=_LIST_S)).body
             if (members := known.take(told.members)) is not None:
                 return MembersListing(self.note_members(members), frozenset(told.held), tuple(told.capacity))
         return None

@@ -38,7 +38,7 @@ _SENDING_S = 4.0  # since its last bytes; an idle link has a ping now and then
 
 
 class Conducting:
-    """Serves `swarm/5/...` and `network/1/...`; `run` carries the duty."""
+    """Serves `swarm/6/...` and `network/1/...`; `run` carries the duty."""
 
     def __init__(
         self,

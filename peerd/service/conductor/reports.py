@@ -1,4 +1,4 @@
-"""Reports to the conductor and its answers: `swarm/5/member`, `trainer`, `leave`, `members` and `who`.
+"""Reports to the conductor and its answers: `swarm/6/member`, `trainer`, `leave`, `members` and `who`.
 
 A report is a stage peer's, a helper's or a trainer's state by its own account; the machine takes it as events. Where
 there is no news for its sender, a report waits here until there is some (long polling), so that news need no calls of
@@ -45,11 +45,11 @@ from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 _SMALL: Final = Declaration(shows=Shows.NOTHING, rows=None, memory_bytes=0, device_s=0.0)
 _LARGE: Final = replace(_SMALL, body_bytes=1 << 20, calls_per_peer=8, calls=8192)
 DECLARED: Final = {
-    "swarm/5/member": _LARGE,
-    "swarm/5/trainer": _LARGE,
-    "swarm/5/leave": _SMALL,
-    "swarm/5/members": _SMALL,
-    "swarm/5/who": _SMALL,
+    "swarm/6/member": _LARGE,
+    "swarm/6/trainer": _LARGE,
+    "swarm/6/leave": _SMALL,
+    "swarm/6/members": _SMALL,
+    "swarm/6/who": _SMALL,
 }
 _PUT_ASIDE_S = 1.0  # between two reports of a member that is not heard
 _NO_SEQS = Seqs()
@@ -65,15 +65,15 @@ class Reports:
     def serve(self) -> None:
         """Answer calls from now on."""
         rpc, declared = self._rpc, DECLARED
-        rpc.serve("swarm/5/member", MemberSync, self._member, declared=declared["swarm/5/member"])
-        rpc.serve("swarm/5/trainer", TrainerSync, self._trainer, declared=declared["swarm/5/trainer"])
-        rpc.serve("swarm/5/leave", Leave, self._leave, declared=declared["swarm/5/leave"])
-        rpc.serve("swarm/5/members", ListMembers, self._list, declared=declared["swarm/5/members"])
-        rpc.serve("swarm/5/who", WhoConducts, self._who, declared=declared["swarm/5/who"])
+        rpc.serve("swarm/6/member", MemberSync, self._member, declared=declared["swarm/6/member"])
+        rpc.serve("swarm/6/trainer", TrainerSync, self._trainer, declared=declared["swarm/6/trainer"])
+        rpc.serve("swarm/6/leave", Leave, self._leave, declared=declared["swarm/6/leave"])
+        rpc.serve("swarm/6/members", ListMembers, self._list, declared=declared["swarm/6/members"])
+        rpc.serve("swarm/6/who", WhoConducts, self._who, declared=declared["swarm/6/who"])
 
     def unserve(self) -> None:
         """Answer no more."""
-        self._rpc.unserve("swarm/5")
+        self._rpc.unserve("swarm/6")
 
     def _check_run(self, fingerprint: bytes) -> None:
         if fingerprint != self._run:
@@ -154,6 +154,7 @@ class Reports:
             lost=machine.lost,
             wanted=machine.search.wanted() if machine.lost else [],
             apart=machine.search.is_apart(body.position),
+            spared=machine.spares(trio.current_time(), name),
         )
 
     # --- trainers ---------------------------------------------------------------------------------------------

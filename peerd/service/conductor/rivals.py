@@ -126,7 +126,7 @@ class Rivals:
         """True when the peer answers a call, be it with a refusal."""
         async with self._at_once:
             try:
-                await self._rpc.call(peer, "swarm/5/who", WhoConducts(self._run), Conducts, timeout_s=_ANSWER_S)
+                await self._rpc.call(peer, "swarm/6/who", WhoConducts(self._run), Conducts, timeout_s=_ANSWER_S)
             except (Unreachable, TooSlow):
                 return False
             except RemoteError:
@@ -189,7 +189,7 @@ class Rivals:
             return None
         try:
             body = WhoConducts(self._run)
-            told = (await self._rpc.call(peer, "swarm/5/who", body, Conducts, timeout_s=_ANSWER_S)).body
+            told = (await self._rpc.call(peer, "swarm/6/who", body, Conducts, timeout_s=_ANSWER_S)).body
         except RemoteError:
             return None
         self.following.trust(peer)

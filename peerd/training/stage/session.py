@@ -83,7 +83,7 @@ class ConductorSession:
             told = self._news
             with trio.CancelScope() as self._asking:
                 timeout_s = _WAIT_S + _ANSWER_S
-                answer = await self._following.ask("swarm/5/member", self._report, MemberAnswer, timeout_s, by)
+                answer = await self._following.ask("swarm/6/member", self._report, MemberAnswer, timeout_s, by)
             if self._asking.cancelled_caught:
                 continue
             self._seen, self._resend, self._told = answer.version, answer.resend, told

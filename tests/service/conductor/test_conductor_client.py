@@ -66,7 +66,7 @@ def conducts(rpc: Rpc, log: list[int], number: int) -> None:
         log.append(number)
         return Answer(Empty())
 
-    rpc.serve("swarm/5/test", Empty, answer, declared=ANY)
+    rpc.serve("swarm/6/test", Empty, answer, declared=ANY)
 
 
 def refuses(rpc: Rpc, log: list[int], number: int) -> None:
@@ -74,7 +74,7 @@ def refuses(rpc: Rpc, log: list[int], number: int) -> None:
         log.append(number)
         raise Refused(f"{NOT_CONDUCTING}, somebody should")
 
-    rpc.serve("swarm/5/test", Empty, answer, declared=ANY)
+    rpc.serve("swarm/6/test", Empty, answer, declared=ANY)
 
 
 class LivingLinks:
@@ -102,11 +102,11 @@ async def test_one_that_answers_pings_and_no_calls_is_asked_twice_and_then_the_n
             await trio.sleep_forever()
             raise AssertionError
 
-        rpcs[1].serve("swarm/5/test", Empty, hang, declared=ANY)
+        rpcs[1].serve("swarm/6/test", Empty, hang, declared=ANY)
         conducts(rpcs[2], log, 2)
         links = LivingLinks()
         me = ConductorClient(rpcs[0], ids[0], directory, ways=links)
-        await me.ask("swarm/5/test", Empty, Empty, 10.0)
+        await me.ask("swarm/6/test", Empty, Empty, 10.0)
         assert log == [1, 1, 2]
         assert links.probed == [ids[1]]
 
@@ -123,7 +123,7 @@ async def test_two_that_answer_nobody_are_not_asked_in_turns_for_ever_while_a_th
                 await trio.sleep_forever()
                 raise AssertionError
 
-            rpcs[number].serve("swarm/5/test", Empty, hang, declared=ANY)
+            rpcs[number].serve("swarm/6/test", Empty, hang, declared=ANY)
 
         for number in (1, 2):
             serve(number)
@@ -131,7 +131,7 @@ async def test_two_that_answer_nobody_are_not_asked_in_turns_for_ever_while_a_th
         for number in (1, 2, 3):
             directory.add(ids[number], 10.0 * number)
         me = following(rpcs[0], ids[0], directory)
-        await me.ask("swarm/5/test", Empty, Empty, 10.0)  # each call takes longer than one is suspected
+        await me.ask("swarm/6/test", Empty, Empty, 10.0)  # each call takes longer than one is suspected
         assert log == [1, 2, 3]
 
 
@@ -195,15 +195,15 @@ async def test_the_next_is_asked_when_the_first_is_gone_and_the_change_is_told(a
         directory.add(ids[1], 1.0)
         directory.add(ids[2], 2.0)
         me = following(rpcs[0], ids[0], directory)
-        await me.ask("swarm/5/test", Empty, Empty, 5.0)
-        await me.ask("swarm/5/test", Empty, Empty, 5.0)
+        await me.ask("swarm/6/test", Empty, Empty, 5.0)
+        await me.ask("swarm/6/test", Empty, Empty, 5.0)
         assert (log, me.conductor, me.changes) == ([1, 1], ids[1], 1)
         net.cut(ids[0], ids[1])
-        await me.ask("swarm/5/test", Empty, Empty, 5.0)
+        await me.ask("swarm/6/test", Empty, Empty, 5.0)
         assert (log, me.conductor, me.changes) == ([1, 1, 2], ids[2], 2)
         net.heal(ids[0], ids[1])
         await trio.sleep(60)
-        await me.ask("swarm/5/test", Empty, Empty, 5.0)
+        await me.ask("swarm/6/test", Empty, Empty, 5.0)
         assert me.conductor == ids[2], "whoever conducts well goes on"
 
 
@@ -212,7 +212,7 @@ async def test_it_waits_with_a_reason_until_stage_0_has_a_peer(autojump_clock: M
         log: list[int] = []
         conducts(rpcs[1], log, 1)
         me = following(rpcs[0], ids[0], directory)
-        nursery.start_soon(me.ask, "swarm/5/test", Empty, Empty, 5.0)
+        nursery.start_soon(me.ask, "swarm/6/test", Empty, Empty, 5.0)
         await trio.sleep(5)
         assert me.waits_for == "stage 0 has no peers"
         directory.add(ids[1], 1.0)
@@ -232,10 +232,10 @@ async def test_a_refusal_is_shown_and_asked_again(autojump_clock: MockClock) -> 
                 raise Refused("the conductor is somebody else")
             return Answer(Empty())
 
-        rpcs[1].serve("swarm/5/test", Empty, answer, declared=ANY)
+        rpcs[1].serve("swarm/6/test", Empty, answer, declared=ANY)
         directory.add(ids[1], 1.0)
         me = following(rpcs[0], ids[0], directory)
-        await me.ask("swarm/5/test", Empty, Empty, 5.0)
+        await me.ask("swarm/6/test", Empty, Empty, 5.0)
         assert refusals == -1
 
 
@@ -248,11 +248,11 @@ async def test_who_is_refused_asks_further_and_the_first_again_before_all_others
             directory.add(ids[number], float(number))
         conducts(rpcs[14], log, 14)
         me = following(rpcs[0], ids[0], directory)
-        await me.ask("swarm/5/test", Empty, Empty, 5.0)
+        await me.ask("swarm/6/test", Empty, Empty, 5.0)
         assert log[:11] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1], "the first may have taken the duty on meanwhile"
         assert log[-1] == 14
         assert me.accepted_by == me.conductor == ids[14]
-        await me.ask("swarm/5/test", Empty, Empty, 5.0)
+        await me.ask("swarm/6/test", Empty, Empty, 5.0)
         assert log[-2:] == [14, 14]
 
 
@@ -270,7 +270,7 @@ async def test_one_that_failed_long_is_asked_again_where_all_others_say_that_the
             me.suspect(ids[1])
         assert me.suspected(ids[1]), "for minutes: a relay was gone, say"
         with trio.fail_after(20):
-            await me.ask("swarm/5/test", Empty, Empty, 5.0)
+            await me.ask("swarm/6/test", Empty, Empty, 5.0)
         assert me.accepted_by == ids[1]
         assert log.count(2) >= 25, "those that can be reached have ten seconds to agree on one"
 
@@ -287,12 +287,12 @@ async def test_one_that_failed_and_answers_again_is_not_asked_for_ever_while_it_
         me = following(rpcs[0], ids[0], directory)
         me.suspect(ids[2])
         with trio.move_on_after(30):
-            await me.ask("swarm/5/test", Empty, Empty, 5.0)
+            await me.ask("swarm/6/test", Empty, Empty, 5.0)
         assert min(log.count(1), log.count(2)) > 25
-        rpcs[1].unserve("swarm/5")
+        rpcs[1].unserve("swarm/6")
         conducts(rpcs[1], log, 1)
         with trio.fail_after(3):
-            await me.ask("swarm/5/test", Empty, Empty, 5.0)
+            await me.ask("swarm/6/test", Empty, Empty, 5.0)
         assert me.conductor == ids[1]
 
 
@@ -311,10 +311,10 @@ async def test_the_duty_passes_over_one_that_refuses_while_all_others_do(autojum
                 raise Refused(f"{NOT_CONDUCTING}, {me.duty().short} should")
             return Answer(Empty())
 
-        rpcs[0].serve("swarm/5/test", Empty, own, declared=ANY)
+        rpcs[0].serve("swarm/6/test", Empty, own, declared=ANY)
         assert me.duty() == ids[1]
         with trio.fail_after(10.0):
-            await me.ask("swarm/5/test", Empty, Empty, 5.0)
+            await me.ask("swarm/6/test", Empty, Empty, 5.0)
         assert me.accepted_by == ids[0]
         assert refused.count(1) == 3
         assert me.duty() == ids[1], "once somebody conducts, it is as before"
@@ -329,13 +329,13 @@ async def test_of_refusals_the_conductors_own_is_shown(autojump_clock: MockClock
                 return Answer(Empty())
             raise Refused("your token does not allow stage")
 
-        rpcs[1].serve("swarm/5/test", Empty, deny, declared=ANY)
+        rpcs[1].serve("swarm/6/test", Empty, deny, declared=ANY)
         refuses(rpcs[2], [], 2)
         directory.add(ids[1], 1.0)
         directory.add(ids[2], 2.0)
         me = following(rpcs[0], ids[0], directory)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(me.ask, "swarm/5/test", Empty, Empty, 5.0)
+            nursery.start_soon(me.ask, "swarm/6/test", Empty, Empty, 5.0)
             for _ in range(20):
                 await trio.sleep(0.1 * math.pi)
                 assert "your token does not allow stage" in str(me.waits_for)
@@ -358,8 +358,8 @@ async def test_who_leaves_tells_the_conductor_and_waits_no_longer_than_a_second_
             await trio.sleep_forever()
             raise AssertionError
 
-        rpcs[1].serve("swarm/5/leave", Leave, leaves, declared=ANY)
-        rpcs[2].serve("swarm/5/leave", Leave, hangs, declared=ANY)
+        rpcs[1].serve("swarm/6/leave", Leave, leaves, declared=ANY)
+        rpcs[2].serve("swarm/6/leave", Leave, hangs, declared=ANY)
         me, run = following(rpcs[0], ids[0], directory), bytes(16)
         for conductor in (None, ids[0]):  # nobody, or we ourselves: there is nothing to say
             me.conductor = conductor
@@ -383,5 +383,5 @@ async def test_a_conductor_that_answers_at_once_is_asked_no_more_often_than_repo
         me = following(rpcs[0], ids[0], directory)
         with trio.move_on_after(10):
             while len(log) < 10_000:
-                await me.ask("swarm/5/test", Empty, Empty, 5.0)
+                await me.ask("swarm/6/test", Empty, Empty, 5.0)
         assert REPORTS_AT_ONCE + 9 * REPORTS_PER_S <= len(log) <= REPORTS_AT_ONCE + 11 * REPORTS_PER_S
