@@ -142,7 +142,7 @@ def test_an_unknown_line_and_an_unknown_pace_are_usual_ones() -> None:
 
 
 def test_where_no_line_is_known_nobody_rests() -> None:
-    members = [member(f"p{i}", None, per_s=10.0 ** -i) for i in range(5)]
+    members = [member(f"p{i}", None, per_s=10.0**-i) for i in range(5)]
     choice = ContributorChoice(members, StepCost(16, 1e9, other_computing_s=100.0))
     assert choice.choose() == frozenset()
     assert choice.choose(frozenset({"p3", "p4"})) == frozenset()

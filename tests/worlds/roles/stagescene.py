@@ -60,7 +60,7 @@ class Scene:
     ) -> StageAnswer:
         body = StageBackward(self.mark, 0, step, seq, grant=shown)
         answer = await trainer.role._ctx.rpc.call(
-            self.stage.host.id, "stage/5/backward", body, StageAnswer, frames=frames or microbatch(seq), timeout_s=10
+            self.stage.host.id, "stage/6/backward", body, StageAnswer, frames=frames or microbatch(seq), timeout_s=10
         )
         return answer.body
 
@@ -69,7 +69,7 @@ class Scene:
         own = self.stage.host.id
         group = sorted([own.text, *(peer.host.id.text for peer in beside)])
         order = Prepare(self.mark, 1, 0, attempt, b"next", group, Mbs.of(assigned), 2 * BATCH, 30.0)
-        answer = await self.stage.role._ctx.rpc.call(own, "stage/5/prepare", order, Prepared, timeout_s=30)
+        answer = await self.stage.role._ctx.rpc.call(own, "stage/6/prepare", order, Prepared, timeout_s=30)
         return answer.body
 
     def honest(self, *seqs: int) -> ServedStage:
