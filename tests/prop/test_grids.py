@@ -17,7 +17,7 @@ from peerd.core.messages.swarm import Mb, Position
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import Note, Output, SendMove, SendPrepare
 from tests.kit.amount import some
-from tests.worlds.machines.modelswarm import Member, RememberingSwarm
+from tests.worlds.machines.modelswarm import Member, RememberingSwarm, WeighingSwarm
 
 TOLERANCE = 1e-5
 
@@ -92,11 +92,32 @@ class Grids(RememberingSwarm):
         super().move(m, call)
 
 
+class WeighingGrids(Grids, WeighingSwarm):
+    """Grids of members some of which rest for a while."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("members", [4, 7, 9, 11])
 @pytest.mark.parametrize("seed", some(range(12), 1))
 def test_all_end_with_the_same_bits_of_the_plain_sum_whoever_dies(seed: int, members: int) -> None:
     swarm = Grids(100 * members + seed, members, delayed=bool(seed % 2))
+    play(swarm)
+    assert swarm.orders["join"]
+    assert swarm.orders["copy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("members", [7, 11])
+@pytest.mark.parametrize("seed", some(range(8), 1))
+def test_all_end_with_the_same_bits_of_the_plain_sum_whoever_rests(seed: int, members: int) -> None:
+    swarm = WeighingGrids(100 * members + seed, members, delayed=bool(seed % 2))
+    play(swarm)
+    assert swarm.rested
+    assert swarm.orders["join"]
+
+
+def play(swarm: Grids) -> None:
+    """Let the swarm step with faults, and then without, and check what it has done."""
     for _ in range(2500):
         swarm.happen(faults=True)
     swarm.check()
@@ -108,5 +129,3 @@ def test_all_end_with_the_same_bits_of_the_plain_sum_whoever_dies(seed: int, mem
     assert after >= before + 3, f"the swarm stalled at step {after}: {swarm.conductor.waits_for()}"
     assert swarm.steps
     assert not [note for note in swarm.notes if "different sums" in note]
-    assert swarm.orders["join"]
-    assert swarm.orders["copy"]

@@ -81,6 +81,14 @@ def test_members_whose_gradients_are_in_sums_take_nothing_more_for_a_while() -> 
     assert grid.conductor.members_version > version
 
 
+def test_members_in_sums_are_not_spared_where_all_others_rest() -> None:
+    grid, ((one, group), _, _) = with_one_trainer(2)
+    grid.end(one, group)
+    grid.conductor._closing._resting = {"p6", "p8"}
+    grid.tell(MemberGone("p7"))
+    assert not any(grid.conductor.spares(grid.now, peer) for peer in NAMES)
+
+
 def test_a_sum_is_made_anew_when_one_of_its_members_holds_more() -> None:
     grid, ((one, group), (two, second), _) = with_one_trainer(2)
     grid.end(one, group)

@@ -190,6 +190,7 @@ class Swarm:
             if isinstance(output, SendPrepare | SendMove):
                 self.calls.append(output)
                 if isinstance(output, SendPrepare):
+                    assert not any(peer in self.conductor.resting for peer in output.group)
                     self.check_split(output)
             elif isinstance(output, CancelAttempt):
                 self.calls = [c for c in self.calls if not (isinstance(c, SendPrepare) and c.attempt == output.attempt)]
