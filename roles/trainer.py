@@ -192,7 +192,7 @@ class TrainerRole:
                 "relayed_bytes": self._relaying.relayed_bytes if self._relaying is not None else 0,
                 "payload_bytes": self._pipeline.sent_bytes + self._pipeline.received_bytes,
                 "evaluations": [{"step": step, "loss": loss} for step, loss in self._evaluations],
-                "skipped_rows": self._data.skipped,
+                "skipped_rows": self._data.skipped or None,
                 "complete": self._contributor.complete,
                 "waits_for": self._waits_for(),
             }

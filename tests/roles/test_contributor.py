@@ -162,17 +162,14 @@ async def fed(waiting: int, open_: int, in_flight: int) -> tuple[int, int]:
     role._books = SimpleNamespace(waiting=["samples"] * waiting, open=lambda: range(open_))
     tells: list[None] = []
     role._contributor = SimpleNamespace(in_flight=lambda: in_flight, tell=lambda: tells.append(None))
-    role._data_problem = None
-    role._load = lambda samples, origins: samples
 
-    async def run(job: Callable[[], Any], *, name: str) -> Any:
-        return job()
+    async def take() -> str:
+        return "samples"
 
-    role._worker = SimpleNamespace(run=run)
-    stream: Any = SimpleNamespace(take=lambda count: ["text"] * count, position=dict, origins=[])
-    feed: Callable[[Any], Awaitable[None]] = role._feed
+    role._data = SimpleNamespace(take=take)
+    feed: Callable[[], Awaitable[None]] = role._feed
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(feed, stream)
+        nursery.start_soon(feed)
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
     return len(role._books.waiting), len(tells)

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import trio
 
 from peerd.cli import invoke
+from peerd.compute import checkpoint
+from peerd.compute.frozen_state import FrozenState
 from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile
 from peerd.training.checkpoints import stage_checkpoints
 from tests.kit.exact import write_texts
 from tests.worlds.processes.processes import run_file
 from tests.worlds.roles.training import Peer, pipeline, reaches, small_run, swarm
-
-FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
 
 
 @pytest.fixture
@@ -38,17 +37,17 @@ class Disk:
         self.tried: list[str] = []
         self.held: list[str] = []  # names of the jobs that wait for a disk that hangs
         self._folder = folder
-        original = safetensors.torch.save_file
+        original = checkpoint.write_state
 
-        def save_file(state: Any, path: Path, *rest: Any) -> None:
+        def write_state(path: Path, state: FrozenState) -> bytes:
             if path.is_relative_to(self._folder):
                 self.tried.append(path.name)
                 if self.full:
                     path.write_bytes(b"as much as there was room for")
-                    raise safetensors.SafetensorError(FULL)
-            original(state, path, *rest)
+                    raise OSError(errno.ENOSPC, "No space left on device")
+            return original(path, state)
 
-        monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+        monkeypatch.setattr(checkpoint, "write_state", write_state)
 
     def hang(self, files: Any) -> None:
         """From the first checkpoint on, hold all jobs of this worker for files until `lets_go` is set."""

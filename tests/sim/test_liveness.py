@@ -7,6 +7,7 @@ disks: no half minute passes without a step or a reason in somebody's status.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,11 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
-import safetensors
 import torch
 import trio
 
 from peerd.compute import checkpoint
+from peerd.compute.frozen_state import FrozenState
 from peerd.core.run.runfile import BatchSection, CheckpointSection, RunFile
 from peerd.sim.clock import run_virtual
 from peerd.sim.world import World
@@ -220,16 +221,16 @@ def test_a_disk_hangs(tmp_path: Path, victims: int, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("victims", [thorough(1, id="one"), thorough(6, id="all")])
 def test_a_disk_is_full_in_mid_commit(tmp_path: Path, victims: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    original, full, folders = checkpoint.safetensors.torch.save_file, list[bool](), set[Path]()
+    original, full, folders = checkpoint.write_state, list[bool](), set[Path]()
 
-    def save_file(tensors: Any, path: Path, *args: Any, **more: Any) -> None:
+    def write_state(path: Path, state: FrozenState) -> bytes:
         if full and (path.parent in folders or len(folders) < victims):
             folders.add(path.parent)
             path.write_bytes(b"half of it")
-            raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
-        original(tensors, path, *args, **more)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(path, state)
 
-    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", save_file)
+    monkeypatch.setattr(checkpoint, "write_state", write_state)
     roles = Roles(run_of(tmp_path), tmp_path / "peers", partial(PacedDevice, SLOW_MICROBATCH_S))
     run_virtual(watch, roles, lambda: full.append(True), lambda: None, seed=1)
     assert len(folders) == victims
