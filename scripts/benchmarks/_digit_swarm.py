@@ -31,6 +31,7 @@ from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.programs import swarm
 from peerd.sim.simnet import SimLine
 from peerd.sim.world import World, WorldConfig
+from peerd.training.trainer_data import TrainerData
 from roles.expert import ExpertRole
 from roles.trainer import TrainerRole
 from tests.worlds.roles.virtualroles import Roles
@@ -105,16 +106,27 @@ class FailingHost(ExpertRole):
         super().__init__(replace(ctx, rpc=FailingRpc(ctx.rpc, rng)))  # type: ignore[arg-type]
 
 
+class DigitData(TrainerData):
+    """A trainer's text that is digits."""
+
+    samples: Tensor
+
+    def _open(self) -> Any:
+        return DigitStream(self.samples, self._ctx.host.id.text)
+
+    async def prompt_digests(self) -> dict[str, str]:
+        return {}
+
+
 class DigitTrainer(TrainerRole):
     """Role `trainer`, whose samples are digits."""
 
     samples: Tensor
 
-    def _open_data(self) -> Any:
-        return DigitStream(self.samples, self._ctx.host.id.text)
-
-    async def _read_through(self) -> dict[str, str]:
-        return {}
+    def __init__(self, ctx: RoleContext) -> None:
+        super().__init__(ctx)
+        self._data = DigitData(ctx)
+        self._data.samples = self.samples
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,7 @@ class DigitStream:
     """A trainer's samples: the digits to train on, in an order of its own, over and over."""
 
     origins: tuple[str, ...] = ()
+    skipped = 0
 
     def __init__(self, samples: Tensor, name: str) -> None:
         self._samples, self._left = samples, samples[:0]

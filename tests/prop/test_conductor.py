@@ -51,7 +51,16 @@ def test_every_step_averages_one_whole_batch_whoever_rests(seed: int, delayed: b
     swarm.check()
     after = max(position.step for _, position in swarm.histories)
     assert after >= before + 3, f"the swarm stalled at step {after} (seed {seed}): {swarm.conductor.waits_for()}"
-    assert swarm.rested
+
+
+def test_in_such_swarms_members_do_rest() -> None:
+    rested = 0
+    for seed in range(4):
+        swarm = WeighingSwarm(seed)
+        for _ in range(2000):
+            swarm.happen(faults=False)
+        rested += len(swarm.rested)
+    assert rested
 
 
 @pytest.mark.parametrize("delayed", [False, True])

@@ -59,12 +59,12 @@ def rests(roles: Roles, name: str) -> bool:
     return role is not None and bool(role.replica.status().get("rests"))
 
 
-async def begin(world: World, roles: Roles, fast: int) -> None:
+async def begin(world: World, roles: Roles, fast: int, slow_mbit: float = SLOW_MBIT) -> None:
     """Start a backbone, fast replicas and a slow one; returns when that rests."""
     world.bootstrap.append((await world.start("boot")).full_addr)
     for number in range(fast):
         await start(world, roles, f"fast{number}", FAST_MBIT)
-    await start(world, roles, "slow", SLOW_MBIT)
+    await start(world, roles, "slow", slow_mbit)
     assert await world.until(lambda: rests(roles, "slow"), within_s=600), roles.story()
 
 
@@ -146,7 +146,7 @@ def test_steps_without_the_one_that_rests_are_exact_whoever_dies(tmp_path: Path,
 
 async def end_with_one_that_rests(roles: Roles) -> None:
     async with World(1, swarm(), WorldConfig(line=lambda _: line(100.0))).running() as world:
-        await begin(world, roles, 3)
+        await begin(world, roles, 3, slow_mbit=2 * SLOW_MBIT)  # a state takes a quarter of a minute
         slow = roles.live["slow"].replica
 
         def finished(name: str) -> bool:
