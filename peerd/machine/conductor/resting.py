@@ -71,11 +71,9 @@ class Resting:
         self._resting: dict[str, _Resting] = {}
         self.peers = set[str]()  # that rest
         self._tries = BoundedDict[str, int](MAX_MEMBERS)  # of members that were tried, and contribute or are to
-        self._no_help = BoundedDict[str, None](
-            MAX_MEMBERS
-        )  # members that were lost while they rested: nobody waits for them
+        self._no_help = BoundedDict[str, None](MAX_MEMBERS)  # members lost while they rested: nobody waits for them
         self._looks = BoundedDict[str, int](MAX_MEMBERS)  # how often in a row a member's place was to change
-        self._weighed = dict[str, Rest | None]()  # members that came in this step, and what was found
+        self._weighed = BoundedDict[str, Rest | None](MAX_MEMBERS)  # members that came in this step: what was found
         self._last_looked: dict[int, str] = {}  # by stage, the last of the absent members that were looked at
         self.begins: Callable[[list[str]], None] = lambda posts: None  # told who begins to rest
         self._measured: _Measured | None = None  # None: no step was made yet
