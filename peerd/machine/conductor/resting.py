@@ -5,11 +5,12 @@ asks it who should contribute to the next ones. A member that rests keeps its pl
 sums for the others if it can be reached, and it gets no microbatches and makes no steps. When its gradients are worth
 their time again it catches up like a newcomer. A newcomer whose line is known rests before it has fetched anything.
 
-Nobody rests by one look alone, and nobody comes back by one, so figures that vary make no member come and go. What was
-measured is doubted after a while: a member whose line was measured, or whose device was slow, is tried again as soon as
-the steps made without it took many times as long as a try costs, ever more rarely. What a peer states of its line
-counts until it states something else. Where the last contributors of a stage go, those that rest contribute again.
-Decides only. Figures are strangers' word: a liar makes itself rest, or slows the step as it could before.
+No contributor rests by one look alone, and no member comes back by one, so figures that vary make nobody come and go. A
+member that is behind, as newcomers are, is weighed by itself and rests at once. What was measured is doubted after a
+while: a member whose line was measured, or whose device was slow, is tried again as soon as the steps made without it
+took many times as long as a try costs, ever more rarely. What a peer states of its line counts until it states
+something else. Where the last contributors of a stage go, those that rest contribute again. Decides only. Figures are
+strangers' word: a liar makes itself rest, or slows the step as it could before.
 """
 
 from __future__ import annotations
