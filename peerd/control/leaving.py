@@ -24,7 +24,7 @@ _GOODBYE_S: Final = 2.0  # for roles to end after the last of them has written
 
 
 class Leaving:
-    """See the module's header. `tell` takes the text on why leaving takes longer."""
+    """Time limits of one process that leaves. `tell` receives the reason for a longer wait, as text for the user."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
@@ -44,7 +44,7 @@ class Leaving:
         scope.cancel()
 
     def until(self) -> float:
-        """The moment, by time.monotonic, before which the process must not be ended; 0 if there is none."""
+        """Time, by time.monotonic, before which the process must not be ended; 0 if it may be ended now."""
         return self._until
 
 
