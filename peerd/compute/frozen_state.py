@@ -33,10 +33,10 @@ _ALIGN_BYTES: Final = 8  # of the header, by spaces at its end
 
 
 class FrozenState:
-    """See the module's header. `specs` are sorted by name; tensors are read in that order."""
+    """One state, read piece by piece. `specs` are sorted by name, and tensors are read in that order."""
 
     def __init__(self, state: Mapping[str, Tensor], changes: Changes | None = None) -> None:
-        """`changes`: those of the tensors, which are the live ones; None: they never change."""
+        """`changes` reports each change of the live tensors; None if they never change."""
         self.specs = [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in sorted(state.items())]
         self._tensors: list[Tensor | None] = [tensor.detach() for _, tensor in sorted(state.items())]
         self._live = changes is not None
