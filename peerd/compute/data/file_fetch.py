@@ -180,7 +180,7 @@ class CheckedPieces:
         return 0
 
     def truncate(self) -> int:
-        """What has been checked stays."""
+        """Keep the pieces that were checked."""
         return self._at
 
     def read(self, count: int) -> bytes:

@@ -66,7 +66,7 @@ class Dataset:
         """The user's code prepares what it likes."""
 
     def _asked(self, job: Callable[[], Any], place: str) -> Any:
-        """What the user's code returns."""
+        """Returns the result of the user's code."""
         result = outcome.capture(job)
         if isinstance(result, outcome.Value):
             return result.value
