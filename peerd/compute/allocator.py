@@ -36,7 +36,7 @@ def give_back() -> None:
 
 @functools.cache
 def _glibc() -> Any:
-    """The C library, if it is GNU's; None: another one."""
+    """Returns the C library if it is glibc, else None."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None)

@@ -36,7 +36,7 @@ class KeptState:
     device: torch.device
 
     def tensor(self, value: object) -> Tensor:
-        """The value, or zeros where there is none yet, as a copy on the CPU."""
+        """Returns a copy of the value on the CPU; zeros if the optimizer has no value yet."""
         if isinstance(value, Tensor):
             return value.detach().to("cpu", copy=True)
         return torch.full(self.shape, value or 0, dtype=self.dtype)  # type: ignore[call-overload, no-any-return]
