@@ -134,7 +134,6 @@ FORESEEABLE_S: Final = 86_400.0  # how far ahead a step's end is foretold: what 
 
 # --- averaging -------------------------------------------------------------------------------------------------
 AVERAGE_PARTS: Final = 1 << 20  # of one round: some hundred bytes of bookkeeping each
-AVERAGE_ROUNDS: Final = 12  # of one attempt: halves of as many members as a stage may have
 AVERAGE_PART_BYTES: Final = 4 << 20  # of one part, before it is coded: what a run file may ask for
 LINE_PAIRS: Final = 64  # limited pairs of a swarm that count, the narrowest; a linear programme has a row for each
 LINE_PAIRS_GROUP: Final = 64  # members of a round in which they count: the programme is solved in well under a second

@@ -270,7 +270,7 @@ class RunServices:
 
     @cached_property
     def calls(self) -> StageCalls:
-        """The dispatch of `stage/5` calls to this peer's posts."""
+        """The dispatch of `stage/6` calls to this peer's posts."""
         return StageCalls(self._rpc, self.run, lambda: self.following.conductor)
 
     @cached_property
@@ -342,6 +342,7 @@ class RunServices:
             own_pace=False if run.experts is not None else None,  # trainers wait for experts, not for their machines
             group_size=run.averaging.group_size,
             weighs=run.averaging.contributors == "chosen" and run.experts is None,  # experts set their trainers' pace
+            factors=run.averaging.code == "powersgd",
             moves=run.pipeline.placement != "fixed" and run.pipeline.stages > 1,
             least_gain=_LARGE_GAIN if run.pipeline.placement == "network" else _LEAST_GAIN,
             forsake_s=3.0,

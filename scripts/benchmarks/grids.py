@@ -9,7 +9,7 @@ chooses by it: so many seconds for the bytes, for each peer of a group and its p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import msgspec
@@ -20,14 +20,15 @@ from benchmarks._report import Figure, Report
 from peerd.core.addr import parse_addr
 from peerd.core.keys import Keypair
 from peerd.core.messages.swarm import LineInfo, Mbs, Prepare
-from peerd.machine.averaging.member_plan import Terms, plans_of
+from peerd.machine.averaging.allreduce import AveragingPlan
+from peerd.machine.averaging.member_plan import Terms, plan_of
 from peerd.machine.averaging.moshpit import grid_of
-from peerd.machine.averaging.topology import Grouping, Ordered, round_s
+from peerd.machine.averaging.topology import Grouping, OrderedGroup, round_s
 from peerd.machine.averaging.work_split import Lines
 from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
-from peerd.service.averaging.allreduce import Averaging
+from peerd.service.averaging.allreduce import Averaging, Vector
 from peerd.service.peer_stack import peer_stack
 
 T = TypeVar("T")
@@ -73,20 +74,34 @@ class Peers:
         names, lines = tuple(sorted(self._averaging)), Lines()
         for name in names if known else ():
             lines.tell(name, 0, LineInfo("node", 1e7, 1e7, elements, "float32"))
-        ordered = Grouping(lines, size).order(0, names)
-        self._attempts += 1
+        grouping = Grouping(lines, size)
+        how = grouping.order(0, names)
+        have = {name: np.ones(elements, dtype="float32") for name in names}
+        clusters = [list(one.meeting.peers) for one in how.groups]
         began = time.process_time()
-        async with trio.open_nursery() as nursery:
-            for name in names:
-                plans = plans_of(self._order(ordered, name, names), name, TERMS)
-                vector = np.ones(elements, dtype="float32")
-                nursery.start_soon(self._averaging[name].sum_over, plans, vector, Inline())
+        await self._round(how.groups, have)
+        for side in how.sides:
+            runs = [clusters[at : at + side] for at in range(0, len(clusters), side)]
+            await self._round([one for run in runs for one in grouping.meet(0, run)], have)
+            clusters = [[peer for cluster in run for peer in cluster] for run in runs]
         return (time.process_time() - began) / len(names)
 
-    def _order(self, ordered: Ordered, name: str, names: tuple[str, ...]) -> Prepare:
-        rounds = [one.message() for one in ordered.rounds.get(name, ())]
-        split, attempt = ordered.split, self._attempts.to_bytes(16, "big")
-        order = Prepare(bytes(16), 1, 0, attempt, b"", list(names), Mbs(), 1, 60.0, rounds=rounds)
+    async def _round(self, groups: Iterable[OrderedGroup], have: dict[str, Vector]) -> None:
+        """All groups sum what their members have, and have the sum then."""
+        async with trio.open_nursery() as nursery:
+            for one in groups:
+                self._attempts += 1
+                order = self._order(one, self._attempts.to_bytes(16, "big"))
+                for name in one.meeting.peers:
+                    nursery.start_soon(self._sum, name, plan_of(order, name, TERMS), have)
+
+    async def _sum(self, name: str, plan: AveragingPlan, have: dict[str, Vector]) -> None:
+        have[name] = await self._averaging[name].sum(plan, have[name], Inline())
+
+    def _order(self, one: OrderedGroup, attempt: bytes) -> Prepare:
+        meeting, split = one.meeting, one.split
+        listeners = list(meeting.listeners)
+        order = Prepare(bytes(16), 1, 0, attempt, b"", list(meeting.peers), Mbs(), 1, 60.0, listeners=listeners)
         if split is None:
             return order
         return msgspec.structs.replace(order, split=list(split.parties), part_bytes=split.part_bytes)

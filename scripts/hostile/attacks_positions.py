@@ -68,5 +68,5 @@ def serve_claims(peer: PeerStack) -> None:
     async def show(call: Incoming[ShowProof]) -> Answer[ProofShown]:
         return Answer(ProofShown(CommitProof(call.body.position, signed)))
 
-    peer.rpc.serve("stage/5/restore", Restore, restore, declared=ANY)
+    peer.rpc.serve("stage/6/restore", Restore, restore, declared=ANY)
     peer.rpc.serve("proofs/1/show", ShowProof, show, declared=ANY)

@@ -14,6 +14,7 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.messages.encoding import Message
 from peerd.core.messages.progress import StageProgress, encode_progress, stage_key
+from peerd.core.messages.state import StateManifest, StateRequest
 from peerd.core.messages.swarm import (
     Commit,
     Conducts,
@@ -33,8 +34,6 @@ from peerd.core.messages.swarm import (
     StageBackward,
     StageForward,
     StageLoss,
-    StateManifest,
-    StateRequest,
     TrainerAnswer,
     TrainerSync,
     WhoConducts,
@@ -128,8 +127,8 @@ async def h1_accuses(there: Field) -> None:
         async def move(_: Incoming[Commit]) -> Answer[Moved]:
             return Answer(Moved(at))
 
-        peer.rpc.serve("stage/5/prepare", Prepare, prepare, declared=ANY)
-        peer.rpc.serve("stage/5/commit", Commit, move, declared=ANY)
+        peer.rpc.serve("stage/6/prepare", Prepare, prepare, declared=ANY)
+        peer.rpc.serve("stage/6/commit", Commit, move, declared=ANY)
         addrs = [str(addr) for addr in peer.host.addrs()]
         with trio.move_on_after(there.rng.uniform(6, 12)):
             while True:
@@ -153,7 +152,7 @@ async def h1_helper_accuses(there: Field) -> None:
             there.done("h1 helper was asked to sum")
             return Answer(Prepared(False, Mbs(), [*call.body.group, *there_names(there)]))
 
-        peer.rpc.serve("stage/5/prepare", Prepare, prepare, declared=ANY)
+        peer.rpc.serve("stage/6/prepare", Prepare, prepare, declared=ANY)
         line = LineInfo("aux", 1e9, 1e9)
         addrs = [str(addr) for addr in peer.host.addrs()]
         report = hello(there, 5, stage, _START, line=line, addrs=addrs, held=None)
@@ -210,7 +209,7 @@ async def h2_unadmitted_work(there: Field) -> None:
                 for ahead in (0, 1):
                     body = StageBackward(there.fingerprint, stage, step + ahead, there.rng.getrandbits(60))
                     try:
-                        await peer.rpc.call(to, "stage/5/backward", body, StageAnswer, frames=frames, timeout_s=3.0)
+                        await peer.rpc.call(to, "stage/6/backward", body, StageAnswer, frames=frames, timeout_s=3.0)
                         there.done("h2 WAS TAKEN")
                     except RemoteError:
                         there.done("h2 refused")
@@ -319,7 +318,7 @@ async def f1_many_rows(there: Field) -> None:
                 ):
                     try:
                         frames = [frame] * count
-                        await peer.rpc.call(to, f"stage/5/{verb}", body, StageAnswer, frames=frames, timeout_s=5.0)
+                        await peer.rpc.call(to, f"stage/6/{verb}", body, StageAnswer, frames=frames, timeout_s=5.0)
                         there.done("f1 WAS TAKEN")
                     except RemoteError:
                         there.done("f1 refused")
@@ -342,7 +341,7 @@ async def f1_floods(there: Field) -> None:
                     body = StageForward(there.fingerprint, stage, None, grant=evaluation)
                 while True:
                     try:
-                        await peer.rpc.call(to, "stage/5/forward", body, StageAnswer, frames=frames, timeout_s=5.0)
+                        await peer.rpc.call(to, "stage/6/forward", body, StageAnswer, frames=frames, timeout_s=5.0)
                         there.done("f1 computed")
                     except RemoteError:
                         await trio.sleep(0.1)

@@ -14,7 +14,8 @@ from peerd.core.limits import HELD_PIECES
 from peerd.core.messages.encoding import encode
 from peerd.core.messages.network import NetworkMapAsk
 from peerd.core.messages.run_link import RunFileAsked
-from peerd.core.messages.swarm import StageBackward, StateRequest
+from peerd.core.messages.state import StateRequest
+from peerd.core.messages.swarm import StageBackward
 from peerd.machine.mux.striping import PLACED, PLACED_HEADER
 from peerd.machine.rpc.codec import REQUEST, encode_call
 from peerd.service.dht.codec import FindMessage, PingMessage
@@ -22,7 +23,7 @@ from scripts.hostile.field import Field
 from scripts.hostile.session import DATA, FIN, RST, SYN, WINDOW, Session, frame, opening, session
 
 _DHT = "/peerd/dht/4"
-_STAGE = "/peerd/stage/5"
+_STAGE = "/peerd/stage/6"
 
 
 def ping(call_id: int) -> bytes:

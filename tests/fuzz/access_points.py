@@ -41,7 +41,7 @@ CALLS = [
     *(Good("access/1/present", Present(RUN.run, one, LISTS[0])) for one in (ANOTHERS, EXPIRED, FORGED, b"")),
     Good("access/1/present", Present(RUN.run, TOKEN, LISTS[1])),
     Good("access/1/present", Present(RUN.run, TOKEN, LISTS[2])),
-    *(Good(method, Empty()) for method in ("other/1/ask", "stage/5/forward", "swarm/6/member")),
+    *(Good(method, Empty()) for method in ("other/1/ask", "stage/6/forward", "swarm/6/member")),
     *goods.DHT[:3],
 ]
 
@@ -69,7 +69,7 @@ async def _start(hosts: Hosts, name: str) -> tuple[Host, Rpc]:
         await trio.lowlevel.checkpoint()
         return Answer(Empty())
 
-    for method in ("other/1/ask", "stage/5/forward", "swarm/6/member"):
+    for method in ("other/1/ask", "stage/6/forward", "swarm/6/member"):
         rpc.serve(method, Empty, answer, declared=ANY)
     for part in (rpc, access):
         await hosts.nursery.start(part.run)

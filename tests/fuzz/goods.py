@@ -16,7 +16,16 @@ from peerd.core.messages.encoding import Empty, encode
 from peerd.core.messages.network import MappedPair, NetworkMapAsk, NetworkPart, NetworkReport, PairFigures
 from peerd.core.messages.progress import StageProgress, TrainerProgress, progress_key, stage_key
 from peerd.core.messages.proof import grant
-from peerd.core.messages.state import StateItem, StateLayout, piece_digest
+from peerd.core.messages.state import (
+    StateDigests,
+    StateItem,
+    StateLayout,
+    StateManifest,
+    StatePiece,
+    StateRelease,
+    StateRequest,
+    piece_digest,
+)
 from peerd.core.messages.swarm import (
     AverageAlive,
     AverageKey,
@@ -25,7 +34,6 @@ from peerd.core.messages.swarm import (
     Done,
     Forecast,
     GrantStatement,
-    GridRound,
     Leave,
     LineInfo,
     ListMembers,
@@ -50,11 +58,6 @@ from peerd.core.messages.swarm import (
     StageBackward,
     StageForward,
     StageLoss,
-    StateDigests,
-    StateManifest,
-    StatePiece,
-    StateRelease,
-    StateRequest,
     TrainerAnswer,
     TrainerSync,
     WhichPosts,
@@ -123,22 +126,25 @@ LIST_MEMBERS = Good("swarm/6/members", ListMembers(MARK))
 WHICH_POSTS = Good("posts/1/held", WhichPosts(MARK))
 GRANT = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, SELF.text, Seqs.of([SEQ, SEQ + 1])))
 MAY_EVALUATE = grant(keypair("host").sign, GrantStatement(MARK, 1, 0, SELF.text, Seqs()))
-FORWARD = Good("stage/5/forward", StageForward(MARK, 0, 0, 0.0, SEQ, GRANT), tuple(microbatch(1)[:1]))
-EVALUATE = Good("stage/5/forward", StageForward(MARK, 0, None, grant=MAY_EVALUATE), tuple(microbatch(1)[:1]))
-LOSS = Good("stage/5/loss", StageLoss(MARK, 0, MAY_EVALUATE), tuple(microbatch(1)))
-BACKWARD = Good("stage/5/backward", StageBackward(MARK, 0, 0, SEQ, grant=GRANT), tuple(microbatch(1)))
+FORWARD = Good("stage/6/forward", StageForward(MARK, 0, 0, 0.0, SEQ, GRANT), tuple(microbatch(1)[:1]))
+EVALUATE = Good("stage/6/forward", StageForward(MARK, 0, None, grant=MAY_EVALUATE), tuple(microbatch(1)[:1]))
+LOSS = Good("stage/6/loss", StageLoss(MARK, 0, MAY_EVALUATE), tuple(microbatch(1)))
+BACKWARD = Good("stage/6/backward", StageBackward(MARK, 0, 0, SEQ, grant=GRANT), tuple(microbatch(1)))
 _GROUP = sorted([HOST.text, SELF.text])
 ORDER = Prepare(MARK, 1, 0, ATTEMPT, b"next", _GROUP, Mbs(), 4, 30.0)
 SPLIT = [Party(_GROUP[0], "node", 0.5), Party(_GROUP[1], "node", 0.5)]
-PREPARE = Good("stage/5/prepare", ORDER)
-PREPARE_ALONE = Good("stage/5/prepare", msgspec.structs.replace(ORDER, group=[HOST.text]))
+PREPARE = Good("stage/6/prepare", ORDER)
+PREPARE_ALONE = Good("stage/6/prepare", msgspec.structs.replace(ORDER, group=[HOST.text]))
 PREPARE_SPLIT = Good(
-    "stage/5/prepare", msgspec.structs.replace(ORDER, split=SPLIT, part_bytes=4096, elements=ELEMENTS, dtype="float32")
+    "stage/6/prepare", msgspec.structs.replace(ORDER, split=SPLIT, part_bytes=4096, elements=ELEMENTS, dtype="float32")
 )
-GRID = GridRound(_GROUP, [], 0, 1, SPLIT, 4096)
-PREPARE_GRID = Good("stage/5/prepare", msgspec.structs.replace(ORDER, rounds=[GRID, GRID]))
-COMMIT = Good("stage/5/commit", Commit(MARK, 1, Position(1, b"next"), 0))
-RESTORE = Good("stage/5/restore", Restore(MARK, 1, START, 0))
+PREPARE_FIRST = Good("stage/6/prepare", msgspec.structs.replace(PREPARE_ALONE.body, last=False))
+PREPARE_JOINED = Good(
+    "stage/6/prepare", msgspec.structs.replace(ORDER, attempt=b"j" * 16, brings=ATTEMPT, copy=1, copies=2)
+)
+PREPARE_COPY = Good("stage/6/prepare", msgspec.structs.replace(ORDER, attempt=b"c" * 16, listeners=[HOST.text]))
+COMMIT = Good("stage/6/commit", Commit(MARK, 1, Position(1, b"next"), 0))
+RESTORE = Good("stage/6/restore", Restore(MARK, 1, START, 0))
 _HELLO = dht.HelloMessage([b"\x04\x0a\0\0\x09\x06\x0f\xa1"], EPOCH_S + 10)
 
 
@@ -218,15 +224,15 @@ MANY_ROWS = [
     replace(EVALUATE, frames=(_LONG,)),
 ]
 STAGE = [FORWARD, EVALUATE, LOSS, BACKWARD, *MANY_ROWS]
-RELOCATE = Good("stage/5/relocate", Relocate(MARK, 1, 0, 1, "stage 1 does 1 microbatch a second"))
-ORDERS = [PREPARE, PREPARE_ALONE, PREPARE_SPLIT, PREPARE_GRID, COMMIT, RESTORE, RELOCATE]
+RELOCATE = Good("stage/6/relocate", Relocate(MARK, 1, 0, 1, "stage 1 does 1 microbatch a second"))
+ORDERS = [PREPARE, PREPARE_ALONE, PREPARE_SPLIT, PREPARE_FIRST, PREPARE_JOINED, PREPARE_COPY, COMMIT, RESTORE, RELOCATE]
 # What is asked of the last stage, where the host's is not: for its mate.
 _HIDDEN = TensorFrame("float32", (2, 16, 16), np.linspace(-1, 1, 512, dtype="float32").tobytes())
 LAST = [
-    Good("stage/5/forward", StageForward(MARK, 1, None, grant=MAY_EVALUATE), (_HIDDEN,)),
-    Good("stage/5/loss", StageLoss(MARK, 1, MAY_EVALUATE), (_HIDDEN, microbatch(1)[0])),
-    Good("stage/5/backward", StageBackward(MARK, 1, 0, SEQ, grant=GRANT), (_HIDDEN, microbatch(1)[0])),
-    Good("stage/5/loss", StageLoss(MARK, 1, MAY_EVALUATE), (_HIDDEN, _MANY)),
+    Good("stage/6/forward", StageForward(MARK, 1, None, grant=MAY_EVALUATE), (_HIDDEN,)),
+    Good("stage/6/loss", StageLoss(MARK, 1, MAY_EVALUATE), (_HIDDEN, microbatch(1)[0])),
+    Good("stage/6/backward", StageBackward(MARK, 1, 0, SEQ, grant=GRANT), (_HIDDEN, microbatch(1)[0])),
+    Good("stage/6/loss", StageLoss(MARK, 1, MAY_EVALUATE), (_HIDDEN, _MANY)),
 ]
 
 
@@ -262,10 +268,10 @@ ANSWERS = [
     Good("swarm/6/members", MembersListed(_LIST, [0], [1.5, 0.25])),
     Good("network/1/report", Empty()),
     Good("network/1/map", NetworkPart([SELF.text, HOST.text], [MappedPair(0, 1, 0.02, 1e6, 1e6, 9.0)], 2, True)),
-    Good("stage/5/prepare", REPLIES[0]),
-    Good("stage/5/prepare", REPLIES[1]),
-    Good("stage/5/commit", Moved(_NEXT)),
-    Good("stage/5/restore", Moved(START)),
+    Good("stage/6/prepare", REPLIES[0]),
+    Good("stage/6/prepare", REPLIES[1]),
+    Good("stage/6/commit", Moved(_NEXT)),
+    Good("stage/6/restore", Moved(START)),
     Good("average/2/alive", AverageAlive(False)),
     Good("average/2/alive", AverageAlive(True)),
     *(replace(good, body=Empty()) for good in in_round(ATTEMPT) if good.frames),

@@ -107,7 +107,7 @@ class ProvenStage(ServiceStage):
         for peer, good in ((self.members[0], goods.BACKWARD), (last, goods.LAST[2])):
             body = msgspec.structs.replace(good.body, run=MARK, step=step, seq=seq, grant=admitted.grant)
             answer = await self.asks.call(
-                peer.host.id, "stage/5/backward", body, StageAnswer, frames=good.frames, timeout_s=30
+                peer.host.id, "stage/6/backward", body, StageAnswer, frames=good.frames, timeout_s=30
             )
             receipts.append(answer.body.receipt)
         return Done(seq, [self.host.id.text, last.host.id.text], receipts)

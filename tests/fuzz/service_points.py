@@ -14,12 +14,12 @@ from multiaddr import Multiaddr
 
 from peerd.core.ids import PeerId
 from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.swarm import Done, StageAnswer, StateManifest
+from peerd.core.messages.state import StateManifest
+from peerd.core.messages.swarm import Done, StageAnswer
 from peerd.core.protobuf.autonat import AUTONAT, DialMe
 from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Limit, StopKind, StopMessage
 from peerd.core.protobuf.holepunch import DCUTR, HolePunch, PunchKind
 from peerd.core.varint import encode_varint
-from peerd.machine.averaging.member_plan import attempt_of
 from peerd.machine.mux.frames import DATA, SYN
 from peerd.machine.mux.stream import YamuxStream
 from peerd.machine.rpc import codec as wire
@@ -199,10 +199,18 @@ async def _in_shares(stage: Stage) -> Sequence[Hostile]:
     return [hostile]
 
 
-@point("in a grid of rounds", _in_round(attempt_of(goods.ATTEMPT, 0), goods.COMMIT), POINTS)
-async def _in_grid(stage: Stage) -> Sequence[Hostile]:
+@point("with a sum of an earlier order", _in_round(b"j" * 16, goods.COMMIT, goods.PREPARE_COPY), POINTS)
+async def _in_joined(stage: Stage) -> Sequence[Hostile]:
     hostile = await _conducting(stage)
-    await _order(hostile, goods.PREPARE_GRID)
+    assert await ask(hostile, goods.PREPARE_FIRST)
+    await _order(hostile, goods.PREPARE_JOINED)
+    return [hostile]
+
+
+@point("as the only one that has the sum", _in_round(b"c" * 16, goods.COMMIT), POINTS)
+async def _in_copy(stage: Stage) -> Sequence[Hostile]:
+    hostile = await _conducting(stage)
+    await _order(hostile, goods.PREPARE_COPY)
     return [hostile]
 
 

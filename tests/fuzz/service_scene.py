@@ -114,7 +114,7 @@ class RunStage(ServiceStage):
         forward = StageForward(MARK, 0, None, grant=granted)
         try:
             await self.asks.call(
-                self.host.id, "stage/5/forward", forward, StageAnswer, frames=input_frame, timeout_s=30
+                self.host.id, "stage/6/forward", forward, StageAnswer, frames=input_frame, timeout_s=30
             )
             await self.asks.call(self.host.id, "swarm/6/who", WhoConducts(MARK), Conducts, timeout_s=30)
         except (Refused, Overloaded) as error:

@@ -61,6 +61,7 @@ from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.conductor.member_list import MemberList
 from peerd.machine.swarm.events import ConductorConfig, MemberHello
 from tests.kit.amount import examples
+from tests.worlds.machines.grids import order_of, rounds_of
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -162,11 +163,10 @@ def test_orders_of_a_whole_run_in_one_stage_are_taken(members: int) -> None:
     group = tuple(name(n) for n in range(members))
     part = Mbs.of(batch(MAX_MICROBATCHES, limits.BATCH_TRAINERS, 2))
     for size in (0, 3, 192):
-        ordered = Grouping(Lines(), size).order(0, group)
-        for peer in (group[0], group[-1]):
-            rounds = ordered.rounds[peer]
-            met = sorted({mate for one in rounds for mate in one.meeting.peers})
-            sent(Prepare(RUN, 1, 1, b"a" * 16, b"x", met, part, 1, 1.0, rounds=[one.message() for one in rounds]))
+        for groups in rounds_of(Grouping(Lines(), size), group):
+            for one in (groups[0], groups[-1]):
+                order = order_of(one, b"a" * 16, b"b" * 16, 1.0, last=False)
+                sent(msgspec.structs.replace(order, assigned=part))
 
 
 def test_a_batch_takes_no_more_trainers_than_a_message_names() -> None:

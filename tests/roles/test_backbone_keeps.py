@@ -17,7 +17,7 @@ from msgspec import structs
 from peerd.compute.checkpoint import Checkpoints
 from peerd.core.errors import ConfigError
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.swarm import StatePiece
+from peerd.core.messages.state import StatePiece
 from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.state.snapshot import Giving

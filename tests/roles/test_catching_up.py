@@ -13,7 +13,7 @@ import trio
 from peerd.compute.model.footprint import spare_bytes
 from peerd.core.errors import Refused
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.swarm import StateManifest, StatePiece, StateRequest
+from peerd.core.messages.state import StateManifest, StatePiece, StateRequest
 from peerd.core.run.runfile import AveragingSection, CheckpointSection, EvaluateSection, RunFile
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.state.snapshot import Giving

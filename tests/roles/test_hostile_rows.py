@@ -59,7 +59,7 @@ class Calls(Scene):
     async def call(self, trainer: Peer, body: Message, *frames: TensorFrame, timeout_s: float = 10.0) -> StageAnswer:
         verb = "loss" if isinstance(body, StageLoss) else "forward"
         rpc, to = trainer.role._ctx.rpc, self.stage.host.id
-        answer = await rpc.call(to, f"stage/5/{verb}", body, StageAnswer, frames=frames, timeout_s=timeout_s)
+        answer = await rpc.call(to, f"stage/6/{verb}", body, StageAnswer, frames=frames, timeout_s=timeout_s)
         return answer.body
 
 

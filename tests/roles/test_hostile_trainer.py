@@ -111,7 +111,7 @@ async def test_a_gradient_that_no_batch_can_bear_is_refused_and_what_lies_ready_
         assert prepared.digest == digest(scene.honest(*range(BATCH)))
         own, target = scene.stage.host.id, Position(1, b"next")
         moved = await scene.stage.role._ctx.rpc.call(
-            own, "stage/5/commit", Commit(scene.mark, 1, target, 0), Moved, timeout_s=10
+            own, "stage/6/commit", Commit(scene.mark, 1, target, 0), Moved, timeout_s=10
         )
         assert moved.body.position == target
         assert all(bool(t.isfinite().all()) for t in scene.stage.role.post.state.model.state().values())

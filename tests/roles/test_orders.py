@@ -102,3 +102,32 @@ async def test_an_order_of_a_conductor_that_is_followed_no_more_is_called_off(tm
             await over.wait()
         assert not scene.stage.role.post.serving.closing
         assert "called off" in said[0]
+
+
+async def test_a_member_helps_several_groups_at_once_and_averages_beside_that(tmp_path: Path, run: RunFile) -> None:
+    async with swarm(tmp_path / "peers") as s:
+        scene = Scene(s, run)
+        await scene.start("trainer", "mate")
+        trainer, mate, said = scene.s.peers["trainer"], scene.s.peers["mate"], list[str]()
+        hangs(mate)
+        shown = scene.admitted(trainer, 0)
+        await scene.backward(trainer, 0, shown)
+
+        async def help_with(attempt: bytes) -> None:
+            try:
+                said.append(str(await scene.help(mate, attempt)))
+            except Refused as error:
+                said.append(str(error))
+
+        rounds = scene.stage.role.post._rounds
+        with trio.fail_after(20):
+            async with trio.open_nursery() as helping:
+                for attempt in (b"1" * 16, b"2" * 16):
+                    helping.start_soon(help_with, attempt)
+                    await trio.sleep(1.0)
+                prepared: Prepared = await scene.prepare(Mb(trainer.host.id.text, 0), attempt=b"3" * 16)
+                assert prepared.ok
+                assert said == []
+                rounds.call_off_unless_of(None)
+        assert len(said) == 2
+        assert all("called off" in why for why in said)

@@ -175,10 +175,10 @@ async def test_bad_frames_are_refused_and_change_nothing(
         s.peers["backbone"].host.learn(stage.host.id, stage.host.addrs())
         for frames in bad:
             with pytest.raises(RemoteError):
-                await rpc.call(stage.host.id, "stage/5/backward", body, StageAnswer, frames=frames, timeout_s=10)
+                await rpc.call(stage.host.id, "stage/6/backward", body, StageAnswer, frames=frames, timeout_s=10)
         for wrong in (StageForward(b"x" * 16, 1, 0), StageForward(mark, 0, 0), StageForward(mark, 1, 99)):
             with pytest.raises(Refused):
-                await rpc.call(stage.host.id, "stage/5/forward", wrong, StageAnswer, frames=[good], timeout_s=10)
+                await rpc.call(stage.host.id, "stage/6/forward", wrong, StageAnswer, frames=[good], timeout_s=10)
         assert (stage.role.post.state.model.vector() == before).all()
         assert stage.role.post.state.model.held == []
 

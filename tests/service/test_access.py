@@ -90,7 +90,7 @@ def test_a_peer_without_a_token_of_its_own_is_refused_and_named_and_the_others_g
         a = await club.start(lambda peer: Papers(token(peer, number=1), [revoked(3, 7)]), run_file())
         b = await club.member(number=2)
         bad = await club.start(papers, run_file())
-        for method in ("other/1/ask", "stage/5/forward", "swarm/6/member"):
+        for method in ("other/1/ask", "stage/6/forward", "swarm/6/member"):
             told = await refused(bad, a, method)
             assert told.startswith("no valid token for run tiny: ")
             assert why in told
@@ -112,7 +112,7 @@ def test_calls_of_a_peer_that_shows_no_token_are_refused_whatever_they_are() -> 
     async def main(club: Club) -> None:
         a = await club.member()
         outsider = await club.start(lambda peer: Papers())
-        for method in ("stage/5/forward", "average/2/part", "other/1/ask"):
+        for method in ("stage/6/forward", "average/2/part", "other/1/ask"):
             assert "none was shown that counts now" in await refused(outsider, a, method)
         waits = outsider.dht.status()["waits_for"]  # shown to its user, who has a run file without `access`
         assert waits.startswith(f"bootstrap {a.node.full_addr}: it refuses us: no valid token for run tiny")
@@ -132,14 +132,14 @@ def test_calls_of_a_peer_that_shows_no_token_are_refused_whatever_they_are() -> 
 def test_a_token_is_good_for_its_roles_only() -> None:
     async def main(club: Club) -> None:
         stage, trainer = await club.member("stage", number=1), await club.member("trainer", number=2)
-        await trainer.ask(stage, "stage/5/forward")
+        await trainer.ask(stage, "stage/6/forward")
         await trainer.ask(stage, "swarm/6/trainer")
-        told = await refused(trainer, stage, "stage/5/commit")
-        assert "stage/5/commit is for stage; the token shown allows trainer" in told
+        told = await refused(trainer, stage, "stage/6/commit")
+        assert "stage/6/commit is for stage; the token shown allows trainer" in told
         assert "is for aux, stage;" in await refused(trainer, stage, "swarm/6/member")
         assert "average/2/part is for aux, stage" in await refused(trainer, stage, "average/2/part")
-        with pytest.raises(Untrusted, match="stage/5/commit is served by stage; its token allows trainer"):
-            await stage.ask(trainer, "stage/5/commit")
+        with pytest.raises(Untrusted, match="stage/6/commit is served by stage; its token allows trainer"):
+            await stage.ask(trainer, "stage/6/commit")
         assert trainer.called == []
         await stage.ask(trainer)
 
@@ -182,7 +182,7 @@ def test_the_book_knows_who_has_shown_a_token_that_counts() -> None:
 def test_without_a_pipeline_a_trainer_is_the_one_stage_too() -> None:
     async def main(club: Club) -> None:
         a, b = [await club.member("trainer", number=n, run=run_file(stages=1)) for n in (1, 2)]
-        methods = ["stage/5/forward", "stage/5/commit", "swarm/6/member", "average/2/part"]
+        methods = ["stage/6/forward", "stage/6/commit", "swarm/6/member", "average/2/part"]
         for method in methods:
             await a.ask(b, method)
         assert b.called == [(a.id, method) for method in methods]
@@ -249,9 +249,9 @@ def test_the_organizers_own_peer_needs_no_token_and_publishes_the_list() -> None
     async def main(club: Club) -> None:
         a, b = await club.member(number=1), await club.member(number=2)
         organizer = await club.start(lambda peer: Papers(), run_file(), keypair=ORGANIZER)
-        for method in ("stage/5/commit", "stage/5/forward"):
+        for method in ("stage/6/commit", "stage/6/forward"):
             await organizer.ask(a, method)
-        await a.ask(organizer, "stage/5/forward")
+        await a.ask(organizer, "stage/6/forward")
         await b.ask(a)
         organizer.papers.lists.append(revoked(5, 2))
         await trio.sleep(60)  # what the README promises
@@ -310,7 +310,7 @@ def test_who_claims_in_the_directory_to_serve_counts_only_with_a_token_for_that(
         await mine.announce_arrival(now - 0.1, [1], takes=0)
         assert await mine.arrivals(now) == [Arrival(now - 0.1, a.id.text, (1,), 0)]
         with pytest.raises(RemoteError):
-            await a.ask(open_backbone, "stage/5/forward")
+            await a.ask(open_backbone, "stage/6/forward")
 
     in_club(main)
 

@@ -94,6 +94,7 @@ async def train(roles: Roles) -> None:
         print(f"two steps in {(trio.current_time() - began) / 60:.0f} minutes")
         assert trio.current_time() - began > 2400, "the rounds are not as long as they should be"
         assert roles.replica_step() == 2, "one of them trained alone"
+        assert len({role.replica.post.served.module.digest() for role in roles.of(TrainerRole)}) == 1
         assert not [note for note in roles.conductor_notes() if "attempt" in note or "aside" in note]
         assert any("s left" in text for text in told), told
         nursery.cancel_scope.cancel()
@@ -101,6 +102,7 @@ async def train(roles: Roles) -> None:
 
 @pytest.mark.slow
 @pytest.mark.thorough
+@pytest.mark.timeout(900)
 def test_rounds_of_half_an_hour_on_lines_that_halve_and_double_all_end(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     run = virtual_run(tmp_path, (20000,), run="long", model=MODEL, batch=BATCH, limits=LIMITS)

@@ -248,7 +248,7 @@ async def test_a_peer_takes_one_order_at_a_time_and_only_from_the_conductor_that
         stranger = next(n for n in world.living() if n.name not in known and n.name in roles.live)
         order = Relocate(role._services.fingerprint, 99, 1 - target, target, "I conduct")
         with pytest.raises(RemoteError, match="does not follow you"):
-            await stranger.rpc.call(node.id, "stage/5/relocate", order, Empty, timeout_s=5.0)
+            await stranger.rpc.call(node.id, "stage/6/relocate", order, Empty, timeout_s=5.0)
         assert role.status()["moves"] == f"goes from stage {1 - target} to stage {target}"
         assert await world.until(lambda: "moves" not in role.status(), within_s=60)
         with pytest.raises(Refused, match="has moved in the last 300 s"):

@@ -63,7 +63,7 @@ def obey(stranger: Node) -> None:
         await trio.lowlevel.checkpoint()
         return Answer(Moved(call.body.target))
 
-    stranger.rpc.serve("stage/5/restore", Restore, restore, **OPEN)
+    stranger.rpc.serve("stage/6/restore", Restore, restore, **OPEN)
 
 
 @pytest.mark.parametrize("behind", [1, -1], ids=["behind", "ahead"])

@@ -87,6 +87,11 @@ class ErrorFeedback:
         self._new, self._spare = Missed(buffer), None
         return self._new
 
+    def go_on(self, vector: Vector) -> Missed:
+        """A sum of such vectors is summed further, in a round of its own: gives what this one misses, for `settle`."""
+        self._new = Missed(np.empty_like(vector))
+        return self._new
+
     def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
         """Code the part that begins at element `begin`; `seen`, perhaps `values`, gets it as decoded. NotFinite."""
         missed, more = self._new.room(begin, len(values)) if self._new is not None else (None, False)
@@ -103,10 +108,16 @@ class ErrorFeedback:
         """As `decode`, into `target`, whose shape and dtype the part must have; with `onto` added, if given."""
         decode_onto(frame, torch.from_numpy(target), _tensor(onto), name="a part of a gradient")
 
-    def settle(self, new: Missed | None = None) -> None:
-        """The round that began with `new`, or the last one, counts: what it missed is added to the next one."""
+    def settle(self, new: Missed | None = None, *further: Missed) -> None:
+        """The round that began with `new`, or the last one, counts: what it missed is added to the next one.
+
+        `further`: what the rounds after it missed (`go_on`).
+        """
         new = new or self._new
-        self._spare, self.residual, self._new = self.residual, new.whole() if new is not None else None, None
+        residual = new.whole() if new is not None else None
+        for one in further:
+            residual = one.whole() if residual is None else np.add(residual, one.whole(), out=residual)
+        self._spare, self.residual, self._new = self.residual, residual, None
 
     def forget(self) -> None:
         """Begin anew: the parameters are no longer those that the residual was meant for."""

@@ -1,4 +1,4 @@
-"""A stage's state as one row of bytes, cut into pieces that are checked one by one.
+"""A stage's state as one row of bytes, cut into pieces that are checked one by one, and the messages to ask for them.
 
 The tensors lie one after another in the order given, each at a multiple of STATE_ALIGN_BYTES, with zeros in between;
 the row is cut into pieces of STATE_PIECE_BYTES. Each piece has a SHA-256; the root, a SHA-256 over position, layout
@@ -17,11 +17,14 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
 
 from peerd.core.frame import DTYPES
 from peerd.core.limits import STATE_PIECE_BYTES, STATE_PIECES
-from peerd.core.messages.swarm import Position
+from peerd.core.messages.encoding import Message
+from peerd.core.messages.swarm import Fingerprint, Position, StageNumber, StepNumber
 
 STATE_ALIGN_BYTES: Final = 64
 DIGEST_BYTES: Final = 32
@@ -143,3 +146,52 @@ def read_layout(text: bytes | bytearray | memoryview, digest: bytes) -> list[Ten
 def piece_digest(data: bytes | bytearray | memoryview) -> bytes:
     """The digest of one piece."""
     return hashlib.sha256(data).digest()
+
+
+# --- messages --------------------------------------------------------------------------------------------------
+
+Root = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class StateRequest(Message, frozen=True):
+    """Ask a donor what its state is at its current position: it freezes a copy and vouches for it.
+
+    With a position, `state/1` gives the total that led on from it (one tensor, at the next position), and `kept/1` the
+    checkpoint of that position. Without one, `meet` is the step before which it shall not copy its state, if it
+    comes soon: donors that wait for the same step vouch for the same bits.
+    """
+
+    run: Fingerprint
+    stage: StageNumber
+    of: Position | None = None
+    meet: StepNumber = 0
+
+
+class StateManifest(Message, frozen=True):
+    """A donor's claim to a state; the same from all donors that hold the same bits at the same position."""
+
+    position: Position
+    layout: Root  # digest of the names, dtypes and shapes
+    root: Root  # digest of position, layout and the digests of all pieces; names the copy in further calls
+
+
+class StateDigests(Message, frozen=True):
+    """Ask for the digests of a copy's pieces; the answer's frame has them all, uint8 [pieces, 32]."""
+
+    run: Fingerprint
+    root: Root
+
+
+class StateRelease(Message, frozen=True):
+    """The caller has what it wanted of a copy: the donor need not keep it for the caller's sake."""
+
+    run: Fingerprint
+    root: Root
+
+
+class StatePiece(Message, frozen=True):
+    """Ask for one piece of a copy; the answer's frame is its bytes."""
+
+    run: Fingerprint
+    root: Root
+    piece: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]

@@ -17,7 +17,6 @@ import msgspec
 
 from peerd.core.limits import (
     AVERAGE_PART_BYTES,
-    AVERAGE_ROUNDS,
     FORESEEABLE_S,
     FRAME_ELEMENTS,
     KEPT_SETS,
@@ -207,6 +206,7 @@ class MemberAnswer(Message, frozen=True):
     wanted: Annotated[list[Position], msgspec.Meta(max_length=KEPT_SETS)] = msgspec.field(default_factory=list)
     apart: bool = False  # the position in the report is unknown here: it may be of another part of the run
     rests: Rest | None = None  # it contributes no gradients for now, and makes no steps
+    spared: bool = False  # its gradient of this step is in a sum: others of its stage take what is still to be done
 
 
 class ListMembers(Message, frozen=True):
@@ -288,6 +288,9 @@ class TrainerAnswer(Message, frozen=True):
     grant_early: Grant | None = None  # of `early`
 
 
+AttemptName = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
 class Party(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One peer of an averaging round and the share of the vector that it sums."""
 
@@ -296,31 +299,20 @@ class Party(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     share: Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-class GridRound(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One round of an attempt that has several, as a participant has to know it: its own group's."""
-
-    senders: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # sums are made in this order
-    # These have what one of the senders has: they bring nothing and take the sum.
-    listeners: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]
-    copy: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]  # which of the groups that make the same sum, from 0,
-    copies: Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)]  # and how many of them there are
-    split: Annotated[list[Party], msgspec.Meta(max_length=MAX_MEMBERS)]  # as in Prepare: senders and listeners
-    part_bytes: Annotated[int, msgspec.Meta(ge=0, le=AVERAGE_PART_BYTES)]  # likewise
-    # What the rounds before it take in the line model, of whichever groups; 0: a line is not known.
-    earlier_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
-    s_per_byte: SecondsPerByte = 0.0  # as in Prepare
-
-
 class Prepare(Message, frozen=True):
-    """Average a stage's gradients of `step` with `group`; the answer comes when the mean lies ready."""
+    """Take part in one group's sum of a stage's gradients of `step`; the answer comes when the sum lies ready.
+
+    A member brings the gradient of its own microbatches, or a sum that an earlier order gave it.
+    """
 
     run: Fingerprint
     term: Term
     step: StepNumber
-    attempt: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    attempt: AttemptName
     lineage: Lineage  # of the step after the commit
-    group: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # sorted; of the stage: whom it meets
-    assigned: Mbs  # what this member contributes; anything else it holds must come out
+    # Peers of the stage that average: those that bring something, in the order of the sum, and then `listeners`.
+    group: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]
+    assigned: Mbs  # this member's own in the sum; what it brings of its own holds nothing else
     samples: Annotated[int, msgspec.Meta(ge=1)]  # of the whole batch
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=RPC_ROUND_DEADLINE_S)]
     # Everyone in the round in the order of the cut, the group and helpers; empty: the group in equal shares.
@@ -329,10 +321,16 @@ class Prepare(Message, frozen=True):
     elements: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of the vectors, for helpers
     dtype: Annotated[str, msgspec.Meta(max_length=16)] = ""  # likewise
     further: Annotated[int, msgspec.Meta(ge=0, le=FRAME_ELEMENTS)] = 0  # of a second sum; 0: there is none
-    # One after the other, each with what the one before it gave; empty: one round, of the group, by `split`.
-    rounds: Annotated[list[GridRound], msgspec.Meta(max_length=AVERAGE_ROUNDS)] = msgspec.field(default_factory=list)
     s_per_byte: SecondsPerByte = 0.0  # a round's time over the vector's bytes; 0: a line is not stated
     stage: StageNumber = 0  # which of the stages that the peer serves or helps
+    # These of the group bring nothing and take the sum.
+    listeners: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)] = msgspec.field(default_factory=list)
+    copy: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)] = 0  # which of the groups that make the same sum, from 0,
+    copies: Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)] = 1  # and how many of them there are
+    brings: AttemptName | None = None  # the order that gave the sum which this member brings; None: its own gradient
+    last: bool = True  # the result is the sum of the batch, for the step; else a later order has it brought
+    second: bool = False  # of gradients in factors: it brings its second factors, made with the sum that it has
+    leads: bool = True  # it brings what only one member of the stage may bring
 
 
 class Prepared(Message, frozen=True):
@@ -440,7 +438,7 @@ class StageAnswer(Message, frozen=True):
 
 
 class AverageAlive(Message, frozen=True):
-    """The answer of a member that takes part in a round's attempt; `coming`: it is still in an earlier round."""
+    """The answer of a member that takes part in a round's attempt; `coming`: it is still in the sum before this."""
 
     coming: bool = False
     idle_s: Annotated[float, msgspec.Meta(ge=0, le=RPC_ROUND_DEADLINE_S)] = 0.0  # since bytes of others came or left
@@ -451,50 +449,3 @@ class AverageKey(Message, frozen=True):
 
     attempt: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     part: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-
-
-Root = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-
-
-class StateRequest(Message, frozen=True):
-    """Ask a donor what its state is at its current position: it freezes a copy and vouches for it.
-
-    With a position, `state/1` gives the total that led on from it (one tensor, at the next position), and `kept/1` the
-    checkpoint of that position. Without one, `meet` is the step before which it shall not copy its state, if it
-    comes soon: donors that wait for the same step vouch for the same bits.
-    """
-
-    run: Fingerprint
-    stage: StageNumber
-    of: Position | None = None
-    meet: StepNumber = 0
-
-
-class StateManifest(Message, frozen=True):
-    """A donor's claim to a state; the same from all donors that hold the same bits at the same position."""
-
-    position: Position
-    layout: Root  # digest of the names, dtypes and shapes
-    root: Root  # digest of position, layout and the digests of all pieces; names the copy in further calls
-
-
-class StateDigests(Message, frozen=True):
-    """Ask for the digests of a copy's pieces; the answer's frame has them all, uint8 [pieces, 32]."""
-
-    run: Fingerprint
-    root: Root
-
-
-class StateRelease(Message, frozen=True):
-    """The caller has what it wanted of a copy: the donor need not keep it for the caller's sake."""
-
-    run: Fingerprint
-    root: Root
-
-
-class StatePiece(Message, frozen=True):
-    """Ask for one piece of a copy; the answer's frame is its bytes."""
-
-    run: Fingerprint
-    root: Root
-    piece: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]

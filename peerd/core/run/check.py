@@ -99,9 +99,9 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     faults += _optimizer_faults(run.optimizer)
     faults += trunk_faults(run)
     faults += _access_faults(run.access)
-    part = run.averaging.part_bytes
+    part, patience_s = run.averaging.part_bytes, run.averaging.sender_timeout_s
     need(1024 <= part <= 4 << 20, "averaging.part_bytes", f"is {part}; allowed: 1024 to 4194304")
-    patience_s, size = run.averaging.sender_timeout_s, run.averaging.group_size
+    size = run.averaging.group_size
     need(patience_s > 0, "averaging.sender_timeout_s", f"is {patience_s}; must be above 0")
     need(size == 0 or size >= 3, "averaging.group_size", f"is {size}; allowed: 0 (chosen), or 3 and more")
     faults += _data_faults(run.data)

@@ -24,12 +24,12 @@ from peerd.core.messages.token import NO_TOKEN, Revoked, Token, fault, signed_by
 
 # Roles, as tokens name them, that may call a method or a whole service. What is not listed, every member may call.
 CALLERS: Final[dict[str, frozenset[str]]] = {
-    "stage/5/forward": frozenset({"trainer"}),
-    "stage/5/backward": frozenset({"trainer"}),
-    "stage/5/loss": frozenset({"trainer"}),
-    "stage/5/prepare": frozenset({"stage"}),
-    "stage/5/commit": frozenset({"stage"}),
-    "stage/5/restore": frozenset({"stage"}),
+    "stage/6/forward": frozenset({"trainer"}),
+    "stage/6/backward": frozenset({"trainer"}),
+    "stage/6/loss": frozenset({"trainer"}),
+    "stage/6/prepare": frozenset({"stage"}),
+    "stage/6/commit": frozenset({"stage"}),
+    "stage/6/restore": frozenset({"stage"}),
     "handover/2/pass": frozenset({"trainer", "stage"}),
     "handover/2/relay": frozenset({"stage"}),
     "swarm/6/member": frozenset({"stage", "aux"}),
@@ -43,8 +43,8 @@ CALLERS: Final[dict[str, frozenset[str]]] = {
 }
 # Roles whose methods a member uses. The directory is used wherever it is: its records are signed by publishers.
 SERVERS: Final[dict[str, frozenset[str]]] = {
-    "stage/5/prepare": frozenset({"stage", "aux"}),
-    "stage/5": frozenset({"stage"}),
+    "stage/6/prepare": frozenset({"stage", "aux"}),
+    "stage/6": frozenset({"stage"}),
     "handover/2/pass": frozenset({"stage"}),
     "handover/2/relay": frozenset({"trainer"}),
     "swarm/6": frozenset({"stage"}),
@@ -151,7 +151,7 @@ class MemberRoll:
         return found
 
     def may_call(self, peer: PeerId, service: str, method: str, now: float) -> str | None:
-        """Why `peer` may not call `method` (as `stage/5/forward`) of `service` (`stage/5`); None when it may."""
+        """Why `peer` may not call `method` (as `stage/6/forward`) of `service` (`stage/6`); None when it may."""
         found = self.member(peer, now)
         if found is None:
             return self.refusal("none was shown that counts now")
@@ -161,7 +161,7 @@ class MemberRoll:
         return f"{method} is for {_listed(allowed)}; the token shown allows {_listed(found.rights)}"
 
     def may_serve(self, peer: PeerId, service: str, method: str, now: float) -> str | None:
-        """Why we do not call `method` (as `stage/5/forward`) of `service` of `peer`; None when we do."""
+        """Why we do not call `method` (as `stage/6/forward`) of `service` of `peer`; None when we do."""
         if service == ANYWHERE:
             return None
         found = self.member(peer, now)

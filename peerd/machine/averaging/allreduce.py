@@ -50,10 +50,9 @@ class AveragingPlan:
 
     `senders` (none given: the group) bring vectors, and sums are made in their order. `shares` of the group, in its
     order, add up to one; None: equal. `length` and `dtype` of the vectors are for owners that bring none, and so is
-    `further`: elements of a second sum, which follows. `listeners` have what one of the senders has; they take the sum
-    and bring nothing. `mates` are of the attempt, but not of this round. This is the `copy`-th of `copies` groups that
-    make the same sum: coded parts must be alike in all of them, so they begin at multiples of `align` elements. Raises
-    ValueError for a plan that does not fit together.
+    `further`: elements of a second sum, which follows. `listeners` take the sum and bring nothing. This is the
+    `copy`-th of `copies` groups that make the same sum: coded parts must be alike in all of them, so they begin at
+    multiples of `align` elements. Raises ValueError for a plan that does not fit together.
     """
 
     attempt: bytes
@@ -66,18 +65,17 @@ class AveragingPlan:
     dtype: str = ""
     further: int = 0
     listeners: tuple[str, ...] = ()
-    mates: tuple[str, ...] = ()
     copy: int = 0
     copies: int = 1
     align: int = 1
     timeout_s: float = 0.0  # of the attempt
-    coming_s: float = 0.0  # from the attempt's beginning: how long others may be in a round before this one
+    coming_s: float = 0.0  # how long others may be in the sum before this one
     s_per_byte: float = 0.0  # a round's time over the vector's bytes, as all lines state; 0: not known
 
     def __post_init__(self) -> None:
         if not self.senders:
             object.__setattr__(self, "senders", self.group)
-        if len({*self.group}) != len(self.group) or len({*self.senders}) != len(self.senders):
+        if any(len({*peers}) != len(peers) for peers in (self.group, self.senders, self.listeners)):
             raise ValueError("a peer is twice in a round")
         if not {*self.senders, *self.listeners} <= {*self.group} or {*self.senders} & {*self.listeners}:
             raise ValueError("a sender or a listener is not in the round's group, or is both")
@@ -85,26 +83,29 @@ class AveragingPlan:
             check_shares(self.shares, len(self.group))
 
     @classmethod
-    def of(cls, order: Prepare, part_bytes: int, patience_s: float) -> AveragingPlan:
+    def of(cls, order: Prepare, part_bytes: int, patience_s: float, align: int = 1) -> AveragingPlan:
         """The round that a conductor orders, parts of `part_bytes` at most; ValueError for an order that is wrong."""
-        if order.rounds:
-            raise ValueError("this is not an order for one round")
-        if not order.split:
-            return cls(order.attempt, tuple(order.group), part_bytes, patience_s, timeout_s=order.timeout_s)
-        if sorted(party.peer for party in order.split if party.mode != "aux") != sorted(order.group):
-            raise ValueError("the senders of a round must be its group")
+        listeners = frozenset(order.listeners)
+        if order.copy >= order.copies:
+            raise ValueError("a group is beyond the last that makes the same sum")
+        if order.split and sorted(party.peer for party in order.split if party.mode != "aux") != sorted(order.group):
+            raise ValueError("the senders and listeners of a round must be its group")
         if any(party.mode == "client" and party.share != 0 for party in order.split):
             raise ValueError("a client is given a share")
         return cls(
             attempt=order.attempt,
-            group=tuple(party.peer for party in order.split),
+            group=tuple(party.peer for party in order.split) or tuple(order.group),
             part_bytes=min(part_bytes, order.part_bytes or part_bytes),
             patience_s=patience_s,
-            senders=tuple(order.group),
-            shares=tuple(party.share for party in order.split),
-            length=order.elements,
-            dtype=order.dtype,
-            further=order.further,
+            senders=tuple(peer for peer in order.group if peer not in listeners),
+            shares=tuple(party.share for party in order.split) if order.split else None,
+            length=order.elements if order.split else 0,
+            dtype=order.dtype if order.split else "",
+            further=order.further if order.split else 0,
+            listeners=tuple(order.listeners),
+            copy=order.copy,
+            copies=order.copies,
+            align=align,
             timeout_s=order.timeout_s,
             s_per_byte=order.s_per_byte,
         )
@@ -126,7 +127,7 @@ class AveragingPlan:
     def second(self) -> AveragingPlan:
         """The sum that follows in the same round, under an attempt id of its own: no part of one fits the other."""
         attempt = hashlib.sha256(_SECOND + self.attempt).digest()[: len(self.attempt)]
-        later_s = (self.timeout_s + self.coming_s) / 2  # the time is for both sums
+        later_s = self.timeout_s / 2  # the time is for both sums
         return replace(self, attempt=attempt, length=self.further, further=0, coming_s=later_s)
 
     def parts(self, length: int, itemsize: int) -> tuple[Part, ...]:

@@ -10,7 +10,7 @@ has: every cluster sends one peer into each group. After as many rounds as there
 * Two senders of a group have not met before.
 
 Decides only, and depends on nothing but its arguments. A peer may choose its id, and so its place: that gains it
-nothing, since any member of any group may spoil the attempt, and is named for it.
+nothing, since it may spoil its own groups only, and is named for it.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ def meetings(order: Sequence[str], sides: Sequence[int], weak: Collection[str] =
         step, found = width * side, list[Meeting]()
         for first in range(0, leaves, step):
             parts = [order[bounds[at] : bounds[at + width]] for at in range(first, first + step, width)]
-            found += _met(parts, weak)
+            found += joined(parts, weak)
         rounds.append(found)
         width = step
     return rounds
 
 
-def _met(parts: list[list[str]], weak: Collection[str]) -> list[Meeting]:
-    """The groups in which clusters with these peers meet."""
+def joined(parts: Sequence[Sequence[str]], weak: Collection[str] = ()) -> list[Meeting]:
+    """The groups in which clusters with these peers meet: each sends one peer into each group."""
     count = min(map(len, parts))
     senders: list[list[str]] = [[] for _ in range(count)]
     listeners: list[list[str]] = [[] for _ in range(count)]
@@ -120,7 +120,8 @@ def _met(parts: list[list[str]], weak: Collection[str]) -> list[Meeting]:
     for part in parts:
         ranked = sorted(part, key=lambda peer: peer in weak)
         places = sorted(range(count), key=strong.__getitem__)
-        places += sorted(range(count), key=lambda at: len(listeners[at]))[: len(part) - count]
+        extra = sorted(range(count), key=lambda at: len(listeners[at]))
+        places += itertools.islice(itertools.cycle(extra), len(part) - count)
         for number, (at, peer) in enumerate(zip(places, ranked, strict=True)):
             (senders if number < count else listeners)[at].append(peer)
             strong[at] += peer not in weak

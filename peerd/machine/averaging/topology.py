@@ -1,24 +1,23 @@
-"""Topology of one averaging attempt of a stage: flat, with everyone in one group, or the rounds of a grid.
+"""Topology of a stage's sum: flat, with everyone in one group, or a grid, in several rounds of small groups.
 
 Flat where `group_size` allows it. When the run leaves the size to us (0) a stage of up to `_FLAT` members is flat, and
 a larger one where the line model does not find a grid faster; how many rounds this has, the rule of `group_size` says
 for the failure rate seen so far. A grid moves the vector once for each round, and saves what every mate in a group
 costs besides: it pays for many members on fast lines. More than `_GROUP_MOST` are never one group. Helpers take part in
-flat rounds only: in a grid they would have to be divided among groups that do not know each other. All groups share one
-fate: an attempt in which one fails is repeated without the lost. Decides only; what it knows of lines and vectors is
-strangers' word, and a lie makes a round slow, never wrong.
+flat rounds only: in a grid they would have to be divided among groups that do not know each other. `order` says which
+groups sum the members' own vectors, `meet` which groups join the sums that they have by then. Decides only; what it
+knows of lines and vectors is strangers' word, and a lie makes a round slow, never wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from peerd.core.limits import LINKS_INBOUND, RPC_LEAST_BYTES_PER_S
-from peerd.core.messages.swarm import GridRound
 from peerd.machine.averaging.bandwidth_probe import Exploring
 from peerd.machine.averaging.group_size import FailureRate, group_size
-from peerd.machine.averaging.moshpit import Meeting, grid_of, grid_within, largest_group, meetings
+from peerd.machine.averaging.moshpit import Meeting, grid_of, grid_within, joined, largest_group, meetings
 from peerd.machine.averaging.shares import NoSplit
 from peerd.machine.averaging.work_split import Lines, Split
 
@@ -34,37 +33,26 @@ _TURN_S = 0.1  # what a round takes beside that: parts go to their owners, and s
 
 
 @dataclass(frozen=True, slots=True)
-class OrderedRound:
-    """One round of a grid: a member's group in it, and how this divides the work; None: in equal shares."""
+class OrderedGroup:
+    """One group that sums: `split` divides the work (None: in equal shares). `most_s` is how long its bytes may take,
+    by the lines and the size of the vector.
+    """
 
     meeting: Meeting
     split: Split | None
-    earlier_s: float = 0.0  # what the rounds before it take in the line model; 0: not known
-
-    def message(self) -> GridRound:
-        """The round as an order tells it to a member."""
-        meeting, split = self.meeting, self.split
-        return GridRound(
-            senders=list(meeting.senders),
-            listeners=list(meeting.listeners),
-            copy=meeting.copy,
-            copies=meeting.copies,
-            split=list(split.parties) if split is not None else [],
-            part_bytes=split.part_bytes if split is not None else 0,
-            earlier_s=min(self.earlier_s, 1e9),
-            s_per_byte=split.s_per_byte if split is not None else 0.0,
-        )
+    helpers: frozenset[str] = frozenset()
+    most_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """An attempt. `rounds` by member; none: one flat round, divided by `split` (None: in equal shares)."""
+    """How a stage sums its members' vectors. `groups` of the first round; `sides`: how many of the sums that there are
+    by then each group of a later round joins. One group and no sides: flat.
+    """
 
-    split: Split | None
-    helpers: frozenset[str]
-    rounds: dict[str, tuple[OrderedRound, ...]] = field(default_factory=dict)
+    groups: tuple[OrderedGroup, ...]
+    sides: tuple[int, ...] = ()
     news: str = ""  # how it is ordered, where that is new
-    most_s: float = 0.0  # how long its bytes may take, by the lines and the size of the vector
 
 
 class Grouping:
@@ -91,7 +79,6 @@ class Grouping:
         if known is not None and made_from == known_from:  # many lines take long to divide
             return replace(known, news="")
         found = self._best(stage, group, rule.rounds)
-        found = replace(found, most_s=_most_s(found, len(group), self._lines.likely_vector_bytes(group)))
         self._last[stage] = made_from, found
         return replace(found, news="") if known is not None and found.news == known.news else found
 
@@ -105,7 +92,9 @@ class Grouping:
         if self._size:
             if len(group) <= self._size:
                 return self._flat(stage, group)
-            return self._grid(stage, group, grid_within(len(group), self._size)) or self._flat(stage, group)
+            sides = grid_within(len(group), self._size)
+            found = self._rounds(stage, group, sides)
+            return _grid(stage, group, sides, found) if found else self._flat(stage, group)
         return self._chosen(stage, group, rounds)
 
     def _chosen(self, stage: int, group: tuple[str, ...], rounds: int) -> Ordered:
@@ -115,39 +104,61 @@ class Grouping:
         possible = count <= _GROUP_MOST
         if possible and not vector_bytes:
             return self._flat(stage, group)
-        grid = self._grid(stage, group, grid_of(count, max(2, rounds)))
-        if grid is None:
+        sides = grid_of(count, max(2, rounds))
+        found = self._rounds(stage, group, sides)
+        if not found:
             return self._flat(stage, group)
-        flat = self._flat(stage, group) if possible else None
-        if flat is not None and _flat_s(count, flat.split, vector_bytes) <= _grid_s(grid, vector_bytes):
-            return flat
-        return grid
+        if possible:
+            flat = self._flat(stage, group)
+            if _slowest_s(flat.groups, vector_bytes) <= sum(_slowest_s(one, vector_bytes) for one in found):
+                return flat
+        return _grid(stage, group, sides, found)
 
     def _flat(self, stage: int, group: tuple[str, ...]) -> Ordered:
         split = self._lines.split(stage, group)
         helpers = frozenset(party.peer for party in split.parties if party.mode == "aux") if split else frozenset()
-        return Ordered(split, helpers)
+        return Ordered((replace(self._divided(Meeting(group), split), helpers=helpers),))
 
-    def _grid(self, stage: int, group: tuple[str, ...], sides: tuple[int, ...]) -> Ordered | None:
-        """A grid with these sides; None where some group would have no peer that can sum."""
-        rounds: dict[str, list[OrderedRound]] = {peer: [] for peer in group}
-        weak = frozenset(peer for peer in group if not self._lines.sums(stage, peer))
-        vector_bytes, earlier_s = self._lines.vector_bytes(group), 0.0
+    def _rounds(self, stage: int, group: tuple[str, ...], sides: tuple[int, ...]) -> list[list[OrderedGroup]]:
+        """The groups of each round of a grid, if nobody fails; none where some group would have nobody to sum."""
+        rounds = meetings(group, sides, self._weak(stage, group))
         try:
-            for number, groups in enumerate(meetings(group, sides, weak)):
-                known, slowest_s = vector_bytes > 0 and (number == 0 or earlier_s > 0), 0.0
-                for meeting in groups:
-                    split = self._lines.split(stage, meeting.peers, helped=False)
-                    known = known and (len(meeting.peers) < 2 or (split is not None and split.xi_s_per_byte > 0))
-                    slowest_s = max(slowest_s, _flat_s(len(meeting.peers), split, vector_bytes))
-                    for peer in meeting.peers:
-                        rounds[peer].append(OrderedRound(meeting, split, earlier_s))
-                earlier_s = earlier_s + slowest_s if known else 0.0
+            return [[self._of_grid(stage, meeting) for meeting in groups] for groups in rounds]
         except NoSplit:
-            return None
-        shape, most = " x ".join(map(str, sides)), largest_group(len(group), sides)
-        why = f"stage {stage} averages in a grid of {shape} for {len(group)} members, groups of up to {most}"
-        return Ordered(None, frozenset(), {peer: tuple(found) for peer, found in rounds.items()}, why)
+            return []
+
+    def meet(
+        self, stage: int, clusters: Sequence[Sequence[str]], listeners: Sequence[str] = ()
+    ) -> tuple[OrderedGroup, ...]:
+        """The groups that join the sums of these clusters, each of peers with the same one. Raises NoSplit.
+
+        `listeners` have none, and are spread among the groups.
+        """
+        groups = joined(clusters, self._weak(stage, [peer for cluster in clusters for peer in cluster]))
+        more = [listeners[at :: len(groups)] for at in range(len(groups))]
+        heard = (replace(one, listeners=(*one.listeners, *peers)) for one, peers in zip(groups, more, strict=True))
+        return tuple(self._of_grid(stage, meeting) for meeting in heard)
+
+    def copy(self, stage: int, holders: Sequence[str], behind: Sequence[str]) -> OrderedGroup:
+        """The group in which one of `holders` gives the sum that it has to those that are `behind`. Raises NoSplit."""
+        holder = next((peer for peer in holders if self._lines.sums(stage, peer)), holders[0])
+        return self._of_grid(stage, Meeting((holder,), tuple(behind)))
+
+    def _of_grid(self, stage: int, meeting: Meeting) -> OrderedGroup:
+        return self._divided(meeting, self._lines.split(stage, meeting.peers, helped=False))
+
+    def _divided(self, meeting: Meeting, split: Split | None) -> OrderedGroup:
+        vector_bytes = self._lines.likely_vector_bytes(meeting.peers)
+        return OrderedGroup(meeting, split, most_s=_most_s(len(meeting.peers), split, vector_bytes))
+
+    def _weak(self, stage: int, peers: Iterable[str]) -> frozenset[str]:
+        return frozenset(peer for peer in peers if not self._lines.sums(stage, peer))
+
+
+def _grid(stage: int, group: tuple[str, ...], sides: tuple[int, ...], rounds: list[list[OrderedGroup]]) -> Ordered:
+    shape, most = " x ".join(map(str, sides)), largest_group(len(group), sides)
+    why = f"stage {stage} averages in a grid of {shape} for {len(group)} members, groups of up to {most}"
+    return Ordered(tuple(rounds[0]), sides[1:], why)
 
 
 def foretold_mates(own: str, members: Collection[str], size: int) -> set[str] | None:
@@ -169,27 +180,15 @@ def round_s(peers: int, xi_s_per_byte: float, vector_bytes: int) -> float:
     return xi * vector_bytes + (_CALL_S + _PART_S * parts) * (peers - 1) + _TURN_S
 
 
-def _most_s(how: Ordered, count: int, vector_bytes: int) -> float:
-    """Returns the most seconds that an attempt's bytes may take: several times what the lines need, and never less than
-    slow lines need.
+def _most_s(peers: int, split: Split | None, vector_bytes: int) -> float:
+    """Returns the most seconds that the bytes of a group may take: several times what the lines need, and never less
+    than slow lines need.
     """
-
-    def of(peers: int, split: Split | None) -> float:
-        needed_s = round_s(peers, split.xi_s_per_byte, vector_bytes) if split is not None else 0.0
-        return max(_SEVERAL * needed_s, 2 * vector_bytes / RPC_LEAST_BYTES_PER_S)
-
-    by_round = zip(*how.rounds.values(), strict=True)
-    grid_s = sum(max(of(len(one.meeting.peers), one.split) for one in set(found)) for found in by_round)
-    return grid_s if how.rounds else of(count, how.split)
+    needed_s = round_s(peers, split.xi_s_per_byte, vector_bytes) if split is not None else 0.0
+    return max(_SEVERAL * needed_s, 2 * vector_bytes / RPC_LEAST_BYTES_PER_S)
 
 
-def _flat_s(count: int, split: Split | None, vector_bytes: int) -> float:
-    return round_s(count, split.xi_s_per_byte if split else 0.0, vector_bytes)
-
-
-def _grid_s(grid: Ordered, vector_bytes: int) -> float:
-    """Duration of a grid: every round lasts as long as its slowest group."""
-    by_round = zip(*grid.rounds.values(), strict=True)
-    return sum(
-        max(_flat_s(len(one.meeting.peers), one.split, vector_bytes) for one in set(found)) for found in by_round
-    )
+def _slowest_s(groups: Iterable[OrderedGroup], vector_bytes: int) -> float:
+    """Duration of a round in the line model: it lasts as long as its slowest group."""
+    splits = ((len(one.meeting.peers), one.split) for one in groups)
+    return max(round_s(count, split.xi_s_per_byte if split else 0.0, vector_bytes) for count, split in splits)

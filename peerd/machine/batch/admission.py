@@ -223,11 +223,18 @@ class Admission:
         return whole_in_s(ledger.capacity - len(ledger.entries) + dead, workers.values())
 
     def wishes(
-        self, now: float, ledger: Ledger, counted: Container[Mb], beside: Ledger | None = None, step: int = 0
+        self,
+        now: float,
+        ledger: Ledger,
+        counted: Container[Mb],
+        beside: Ledger | None = None,
+        step: int = 0,
+        summed: Set[str] = frozenset(),
     ) -> Iterator[Mb]:
         """Microbatches to admit to `step`'s batch, while there is room: the caller admits each before the next.
 
-        `beside`: another step's batch, with other microbatches of the same trainers under way.
+        `beside`: another step's batch, with other microbatches of the same trainers under way. `summed`: trainers that
+        get nothing while others wish for something, as their gradients are in a sum that would have to be made anew.
         """
         if ledger.full or not self._wishing:
             return
@@ -238,10 +245,13 @@ class Admission:
             return
         begun = _begun(ledgers)
         wishing = [name for name in self._wishing if any(self._fits(name, seq, step) for seq in unplaced[name])]
+        if not summed >= {*wishing}:
+            wishing = [name for name in wishing if name not in summed]
         self._look_who_works(now, wishing, begun, ledger)
         given = {name: self._given(now, name) for name in wishing}
         trainers = {name: self._trainers[name] for name in self._in_order(now, ledger, given)}
         paces = self._at_work(now, begun) if self.own_pace else {}
+        paces = {name: pace for name, pace in paces.items() if name in trainers or name not in summed}
         workers = {name for name, pace in paces.items() if self._does_more(name, pace.begun, given, ledger)}
         under_way = {name: sum(one.under_way[name] for one in ledgers) for name in trainers}
         left = self._wishing.keys() - trainers.keys()  # trainers with a wish that gets no place now

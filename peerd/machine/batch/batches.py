@@ -10,7 +10,7 @@ counted gets another. A hostile trainer can name what it likes: only its own mic
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -243,10 +243,13 @@ class Batches:
             self._versions.change(mb.trainer)
             self.trainers.wish_again([mb.trainer])
 
-    def fill(self, now: float, step: int, early: bool) -> None:
-        """Admit what trainers wish for while there is room, to `due`, which is `step`'s, or to the batch after it."""
+    def fill(self, now: float, step: int, early: bool, summed: Set[str] = frozenset()) -> None:
+        """Admit what trainers wish for while there is room, to `due`, which is `step`'s, or to the batch after it.
+
+        `summed`: as in `Admission.wishes`.
+        """
         ledger, beside = (self.early, self.due) if early else (self.due, self.early)
-        for mb in self.trainers.wishes(now, ledger, self.counted, beside, step + early):
+        for mb in self.trainers.wishes(now, ledger, self.counted, beside, step + early, summed):
             if ledger.admit(mb, now):
                 self._versions.change(mb.trainer)
 

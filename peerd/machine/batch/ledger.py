@@ -10,7 +10,7 @@ exactly those that are not done or lack a holder, in the order of their `since`.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -54,10 +54,12 @@ class Ledger:
     given_back: Counter[str] = field(default_factory=Counter)  # entries that each trainer lost before it was done
     unsaid: int = 0  # number of entries that are not `done`, and held in every stage: members have said so
     held: list[dict[str, dict[Mb, None]]] = field(default_factory=list)  # by stage and holder, of those that have some
+    summed: list[set[Mb]] = field(default_factory=list)  # by stage, those in a partial sum or on their way into one
 
     def __post_init__(self) -> None:
         self.missing = [0] * self.stages
         self.held = [{} for _ in range(self.stages)]
+        self.summed = [set() for _ in range(self.stages)]
 
     def clear(self) -> None:
         self.entries.clear()
@@ -68,6 +70,8 @@ class Ledger:
         self.missing = [0] * self.stages
         for held in self.held:
             held.clear()
+        for summed in self.summed:
+            summed.clear()
 
     def shed(self, most: int) -> bool:
         """Let go of some of a batch that is over, and not looked at any more; False when nothing is left.
@@ -109,7 +113,9 @@ class Ledger:
             self._close(mb, entry)
 
     def hold(self, mb: Mb, stage: int, holder: str, proof: Proof = None) -> None:
-        """`holder` has accumulated `mb` in `stage`; a later report replaces an earlier one."""
+        """`holder` has accumulated `mb` in `stage`; a later report replaces an earlier one, unless `mb` is `summed`."""
+        if mb in self.summed[stage]:
+            return
         entry = self.entries[mb]
         before, held = entry.holders[stage], self.held[stage]
         if before != holder or proof is not None:
@@ -131,9 +137,9 @@ class Ledger:
             self._close(mb, entry)
 
     def unhold(self, mb: Mb, stage: int, now: float) -> None:
-        """Nobody holds `mb` in `stage` any more."""
+        """Nobody holds `mb` in `stage` any more; without effect while it is `summed`."""
         entry = self.entries.get(mb)
-        if entry is not None and entry.holders[stage] != NOBODY:
+        if entry is not None and entry.holders[stage] != NOBODY and mb not in self.summed[stage]:
             _forget(self.held[stage], entry.holders[stage], mb)
             entry.holders[stage], entry.proofs[stage] = NOBODY, None
             entry.since = now
@@ -162,8 +168,25 @@ class Ledger:
         for mb in [mb for mb in self.held[stage].get(peer, ()) if mb not in held]:
             self.unhold(mb, stage, now)
 
+    def sum_up(self, stage: int, mbs: Iterable[Mb]) -> None:
+        """These enter a partial sum of `stage`: the loss of a holder costs them nothing until they are released."""
+        self.summed[stage].update(mbs)
+
+    def release(self, stage: int, mbs: Iterable[Mb], keeps: Callable[[str], bool], now: float) -> None:
+        """These are in no partial sum any more: their holders hold them, those that are gone (not `keeps`) nothing."""
+        for mb in mbs:
+            if mb in self.summed[stage]:
+                self.summed[stage].discard(mb)
+                if not keeps(self.entries[mb].holders[stage]):
+                    self.unhold(mb, stage, now)
+
+    def unsummed(self, stage: int, peer: str) -> tuple[Mb, ...]:
+        """Microbatches that `peer` holds in `stage` and that are in no partial sum, in any order."""
+        held, summed = self.held[stage].get(peer, ()), self.summed[stage]
+        return tuple(mb for mb in held if mb not in summed) if summed else tuple(held)
+
     def drop(self, mb: Mb) -> None:
-        """`mb` does not count any more; its place in the batch is free."""
+        """`mb` does not count any more; its place in the batch is free, and sums that have it are of no use."""
         entry = self.entries.pop(mb, None)
         if entry is None:
             return
@@ -173,6 +196,7 @@ class Ledger:
         for stage, holder in enumerate(entry.holders):
             self.missing[stage] -= holder == NOBODY
             _forget(self.held[stage], holder, mb)
+            self.summed[stage].discard(mb)
         _forget(self.by_trainer, mb.trainer, mb.seq)
         _forget(self.open, mb.trainer, mb.seq)
 
@@ -249,11 +273,14 @@ class Ledger:
         return sorted(found, key=lambda redo: (redo.seq, redo.stage))
 
     def assigned(self, stage: int, group: Iterable[str]) -> dict[str, tuple[Mb, ...]]:
-        """Microbatches that each member of the stage contributes, in any order; all of them are held there."""
-        held = self.held[stage]
-        parts = {peer: tuple(held.get(peer, ())) for peer in group}
+        """Microbatches that each of the group contributes to a sum, in any order.
+
+        The group has all that is held in the stage and not summed yet.
+        """
+        parts = {peer: self.unsummed(stage, peer) for peer in group}
         assert not self.missing[stage]
-        assert held.keys() <= parts.keys(), "what somebody else holds would be left out of the sum"
+        left_out = self.held[stage].keys() - parts.keys()
+        assert not any(self.unsummed(stage, peer) for peer in left_out), "it would be left out of the sum"
         return parts
 
     def check(self) -> None:
@@ -277,6 +304,7 @@ class Ledger:
             assert count + len(held) == len(self.entries)
             assert sum(map(len, self.held[stage].values())) == len(held)
         assert all(mbs for held in self.held for mbs in held.values())
+        assert all(mb in self.entries and not self.lacks(mb, s) for s, mbs in enumerate(self.summed) for mb in mbs)
         assert all(entry.lacking == entry.holders.count(NOBODY) for entry in self.entries.values())
 
 

@@ -1,63 +1,74 @@
-"""Record of one stage's averaging of a step: the attempt under way, the members' answers, and the next deadline.
+"""Record of one group's attempt at a sum: its orders, the members' answers, and the next deadline.
 
 A record only: `stage_close` orders attempts and judges them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from peerd.core.messages.swarm import Mb
+from peerd.machine.conductor.partial_sums import PartialSum, Stand
 from peerd.machine.swarm.events import SendPrepare
 
 
-@dataclass(slots=True)
-class StageClose:
-    """Averaging in one stage: one attempt at a time, until one succeeds.
+@dataclass(slots=True, eq=False)
+class GroupAttempt:
+    """One group averages. `prepared` have the sum, `waiting` have not answered yet, `helpers` only sum for them.
 
-    `prepared` have the mean, `waiting` have not answered yet, `helpers` only sum for them.
+    `parts`: the sums that the members bring; none: their own microbatches (`brought`).
     """
 
-    attempt: bytes = b""  # empty: none under way
-    group: tuple[str, ...] = ()
-    helpers: frozenset[str] = frozenset()
+    name: bytes
+    group: tuple[str, ...]
+    helpers: frozenset[str]
+    parts: tuple[PartialSum, ...]
+    brought: frozenset[Mb]
+    stands: dict[str, Stand]  # of the group, when this began
+    began: float
+    leads: bool  # one of the group brings what only one member of the stage may bring
+    last: bool  # as in SendPrepare
+    copies: PartialSum | None  # the sum that members get a copy of; None: it makes a new one
     orders: dict[str, SendPrepare] = field(default_factory=dict)  # to each of the group, and to helpers
     waiting: set[str] = field(default_factory=set)
     prepared: set[str] = field(default_factory=set)
     digests: dict[str, bytes] = field(default_factory=dict)
-    began: float = 0.0
     late_at: float | None = None  # when late members are left behind; None: too few have answered
     accused: list[tuple[str, str]] = field(default_factory=list)  # (accuser, accused)
     heard_at: float | None = None  # when the accusations are judged; None: there are none
-    settled: bool = False
-    failures: int = 0
-    not_before: float = 0.0
-    problem: str = ""  # why no attempt can be made
 
     def involves(self, peer: str) -> bool:
-        """True when the attempt under way needs this peer."""
-        return bool(self.attempt) and (peer in self.group or peer in self.helpers)
-
-    def met(self, peer: str) -> Collection[str]:
-        """The members that this member averages with directly: those of its grid rounds, else all of the group."""
-        order = self.orders.get(peer)
-        return order.meets if order is not None else self.group
+        """True when the attempt needs this peer."""
+        return peer in self.group or peer in self.helpers
 
     def assigned(self, peer: str) -> frozenset[Mb]:
-        """The microbatches that the peer was to contribute."""
+        """The microbatches that the peer was to bring."""
         order = self.orders.get(peer)
-        return frozenset(order.assigned) if order is not None else frozenset()
+        return frozenset(order.assigned) if order is not None and not self.parts else frozenset()
 
     def summers(self) -> frozenset[str]:
-        """All that sum a share in any of the rounds."""
+        """All that sum a share."""
         return frozenset(peer for order in self.orders.values() for peer in order.summers)
 
     @property
     def due(self) -> float | None:
-        """The next deadline of this stage, where nothing is reported before; None: there is none."""
-        if self.settled:
-            return None
-        if not self.attempt:
-            return self.not_before
+        """The next deadline, where nothing is reported before; None: there is none."""
         return min((at for at in (self.late_at, self.heard_at) if at is not None), default=None)
+
+    def result(self) -> PartialSum:
+        """The sum that all of `prepared` have."""
+        stands = dict(self.stands)
+        for part in self.parts:
+            stands = part.stands | stands
+        return PartialSum(
+            contents=self.brought.union(*(part.contents for part in self.parts)),
+            kept={peer: self.name for peer in self.group if peer in self.prepared},
+            stands=stands,
+            digest=next(iter(self.digests.values()), b""),
+            parts=self.parts,
+            depth=1 + max((part.depth for part in self.parts), default=-1),
+            leads=self.leads or any(part.leads for part in self.parts),
+            last=self.last,
+            digests=dict(self.digests),
+            summers=self.summers(),
+        )

@@ -69,8 +69,8 @@ class Conductor:
         self._divergence = Divergence()
         self.search.barred = self._divergence.barred
         self._blame = Blame(config.ban_s, self.batches, self.roster, self.search.established, origin)
-        self._closing = Closing(config, self.batches, self.roster, self._blame, rng)
         self.resting = Resting(config, self.roster, self._pace)
+        self._closing = Closing(config, self.batches, self.roster, self._blame, self.resting, rng)
         self.resting.begins = self.search.established.rest
         self.search.established.rest(origin.resting)
         if self.batches.trainers.own_pace:
@@ -126,7 +126,7 @@ class Conductor:
     def wake_at(self, now: float) -> float:
         """The time at which `wake` is due at the latest."""
         due = min(now + _IDLE_S, self.search.due(now), self._step.move_due())
-        if self.phase is Phase.CLOSING and (close_due := self._step.close_due(now)) is not None:
+        if self.phase in (Phase.OPEN, Phase.CLOSING) and (close_due := self._step.close_due(now)) is not None:
             due = min(due, close_due)
         if self.phase is Phase.OPEN and self.batches.due.full:
             waits = self.batches.trainers.newcomers.are_waited_for
@@ -244,6 +244,12 @@ class Conductor:
         """Members that have not yet done what they were asked to: average, or move."""
         return self.course.moving or self._closing.awaited()
 
+    def spares(self, now: float, member: str) -> bool:
+        """True when the member's gradient is in a sum, and others can compute what is still to be done."""
+        entry = self.roster.entries.get(member)
+        several = self._config.stages > 1  # else each computes for itself what it is given
+        return several and entry is not None and member in self._closing.spared(now, entry.stage)
+
     def keeps_out(self, now: float, peer: str) -> str:
         """The reason that a member, or a helper, is not let in for now; "" where it is."""
         return self._blame.why_out(now, peer)
@@ -343,6 +349,7 @@ class Conductor:
         if course.phase in (Phase.OPEN, Phase.CLOSING) and self.search.falls_back(now):
             self._gather_anew(now, "a stage has lost the current state: looking for an older common position")
         if course.phase in (Phase.OPEN, Phase.CLOSING):
+            self._step.watch(now)
             self._step.drop_dead(now)
         if course.phase is Phase.OPEN and not self.roster.lagging_stages(course.current) and not self._is_stopped:
             self._step.fill(now)
@@ -360,7 +367,8 @@ class Conductor:
     def _gather_anew(self, now: float, why: str, warning: bool = False) -> None:
         """Begin gathering again: nothing is certain but what the members report."""
         self._step.out.append(Note(why, warning=warning))
-        self._step.reopen()
+        self._step.reopen(now)
+        self._closing.renew(now)
         self.resting.restart()
         self.course.gather()
         self.search.begin(now)
@@ -389,7 +397,7 @@ class Conductor:
         self.course.arrive(self._config.total_steps)
         self.search.arrived(target)
         self._divergence.arrived()
-        self._closing.renew()
+        self._closing.renew(now)
         if stepped:
             self.search.established.step_made(target.step)
             self._step.step_made(now, target)

@@ -1,57 +1,119 @@
-"""Closing of a step: each stage averages, in attempts, until its members have one sum.
+"""Closing of a step: each stage averages, in attempts of its groups, until its members have one sum.
 
-Members that do not answer in time once half have are left behind: the sum is there. `Blame` weighs the reports of
-failed attempts: a member's report of lost peers counts only for those it met in that attempt. `Agreement` looks into
-sums that differ. Decides only; the conductor takes the outputs from here (`take`).
+`GroupOrders` says which groups sum next. A group that fails is repeated alone, without the lost: sums that others have
+made stay, with what lost members brought to them. Members that do not answer in time once half of their group have are
+left behind: the sum is there. `Blame` weighs the reports of failed attempts: a member's report of lost peers counts
+only for those it met in that attempt. `Agreement` looks into sums that differ. Decides only; the conductor takes the
+outputs from here (`take`).
 """
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Container
 
 from peerd.machine.averaging.shares import NoSplit
 from peerd.machine.averaging.topology import Grouping
 from peerd.machine.batch.batches import Batches
 from peerd.machine.conductor.agreement import Agreement, Summing
-from peerd.machine.conductor.attempt import StageClose
+from peerd.machine.conductor.attempt import GroupAttempt
 from peerd.machine.conductor.blame import Blame
-from peerd.machine.swarm.events import CancelAttempt, ConductorConfig, Output, PrepareEnded, Probe, SendPrepare
+from peerd.machine.conductor.group_orders import GroupOrders, StageClose
+from peerd.machine.conductor.partial_sums import PartialSum, PartialSums
+from peerd.machine.swarm.events import CancelAttempt, ConductorConfig, Output, PrepareEnded, Probe
 from peerd.machine.swarm.roster import Roster
 
 _HEAR_S = 0.5  # wait for others' reports when a member has lost a peer: they lose it in the same moments
 _LATE_FACTOR = 3.0  # times as long as the first half of the members took, the rest may take
 _RETRY_MOST_S = 5.0
-_DOUBLINGS = 10  # of the time of an attempt
 
 
 class Closing:
     """The attempts of all stages of one run. See the module's header."""
 
     def __init__(
-        self, config: ConductorConfig, batches: Batches, roster: Roster, blame: Blame, rng: random.Random
+        self,
+        config: ConductorConfig,
+        batches: Batches,
+        roster: Roster,
+        blame: Blame,
+        resting: Container[str],
+        rng: random.Random,
     ) -> None:
+        """`resting`: posts that contribute nothing for now. They are in no group, and make no microbatches."""
         self._config, self._batches, self._roster, self._rng = config, batches, roster, rng
-        self.blame = blame
+        self.blame, self._resting = blame, resting
         self._grouping = Grouping(roster.lines, config.group_size)
+        self._groups = GroupOrders(self._grouping, batches, rng, config.factors, blame.note)
         self._agreements = [Agreement() for _ in range(config.stages)]
         self._step = 0  # the batch's
         self._out = blame.out  # one list: a note stands before the orders that follow from it
-        self.stages = [StageClose() for _ in range(config.stages)]
+        self.stages = [self._anew(stage) for stage in range(config.stages)]
         self.changed = False  # what trainers see has changed; the conductor takes this from here
+
+    def _anew(self, stage: int) -> StageClose:
+        return StageClose(PartialSums(stage, self._roster, self._note_change))
+
+    def _note_change(self) -> None:
+        self.changed = True
 
     # --- what the conductor calls -----------------------------------------------------------------------------
 
     def start(self, step: int) -> bytes:
         """Begin the close of `step`, whose batch is whole; returns the lineage of the position it leads to."""
-        self.renew()
         self._step = step
         return self._rng.randbytes(8)
 
-    def renew(self) -> None:
-        """Forget all attempts and means: another batch, or another position."""
-        for close in self.stages:
-            self._cancel(close)
-        self.stages = [StageClose() for _ in self.stages]
+    def renew(self, now: float) -> None:
+        """Forget all attempts and sums: another batch, or another position."""
+        for stage in range(len(self.stages)):
+            self._forget(now, stage)
+            self.stages[stage] = self._anew(stage)
+
+    def reopen(self, now: float) -> None:
+        """The batch has shrunk: forget the attempts and sums that have what is not in it any more."""
+        for stage, close in enumerate(self.stages):
+            summed = self._batches.due.summed[stage]
+            for attempt in [*close.attempts.values()]:
+                if not attempt.brought <= summed or close.first is not None or attempt.parts:
+                    self._cancel(now, stage, attempt)
+            if close.first is not None:
+                self._forget(now, stage)
+            close.sums.forget_lost(self._batches.due, now)
+            close.settled = False
+            self._spare(now, close)
+
+    def _spare(self, now: float, close: StageClose) -> None:
+        """Microbatches are to be done again: by others than the members whose gradients are in sums, for a while."""
+        if close.spared_until is None and (close.sums or close.attempts):
+            close.spared_until = now + self._config.lease_s
+
+    def spared(self, now: float, stage: int) -> set[str]:
+        """Members that need not compute what is still to be done for the batch, since others are there: their own
+        gradients are in a sum, which would have to be made anew.
+        """
+        close = self.stages[stage]
+        if close.spared_until is None or now >= close.spared_until or math.isinf(close.spared_until):
+            return set()
+        version, found = close.spared
+        if version != self._roster.version:  # all members ask
+            found = {*close.sums.members(), *close.busy()}
+            found = found if found < self._workers(stage) else set()
+            close.spared = self._roster.version, found
+        return found
+
+    def _workers(self, stage: int) -> set[str]:
+        """The members of a stage that contribute, at whatever position."""
+        return {post for post in self._roster.of_stage(stage) if post not in self._resting}
+
+    def _forget(self, now: float, stage: int) -> None:
+        """Begin anew with what members hold."""
+        close = self.stages[stage]
+        for attempt in [*close.attempts.values()]:
+            self._cancel(now, stage, attempt)
+        close.sums.forget_all(self._batches.due, now)
+        close.first, close.settled = None, False
 
     @property
     def settled(self) -> list[bool]:
@@ -60,7 +122,7 @@ class Closing:
 
     def awaited(self) -> set[str]:
         """Members that have not yet reported the end of their part in an attempt."""
-        return {peer for close in self.stages if close.attempt for peer in close.waiting}
+        return {peer for close in self.stages for attempt in close.attempts.values() for peer in attempt.waiting}
 
     def prepared(self) -> list[str]:
         """Members that have their stage's mean, stage by stage."""
@@ -73,21 +135,22 @@ class Closing:
                 return f"stage {stage} cannot average: {close.problem}"
         return ""
 
-    def due(self) -> float | None:
+    def due(self, now: float) -> float | None:
         """The next deadline of any stage; None: there is none."""
-        return min((at for close in self.stages if (at := close.due) is not None), default=None)
+        return min((at for close in self.stages if (at := close.due(now)) is not None), default=None)
 
-    def lost(self, peer: str, stage: int | None) -> None:
-        """A member of `stage`, or a helper (None), is gone: call off the attempts that need it."""
-        for close in self.stages:
-            if close.involves(peer):
-                self._grouping.observe(len(close.group), (peer,))
-                self._cancel(close)
-        if stage is not None:
-            close = self.stages[stage]
-            close.prepared.discard(peer)
-            if close.settled and not close.prepared:
-                self.stages[stage] = StageClose()
+    def lost(self, now: float, peer: str) -> None:
+        """A member, or a helper, is gone: call off the attempts that need it. The roster has it no longer."""
+        for stage, close in enumerate(self.stages):
+            for attempt in [one for one in close.attempts.values() if one.involves(peer)]:
+                self._grouping.observe(len(attempt.group), (peer,))
+                self._give_up(now, stage, attempt)
+            if close.first is not None and peer in close.first.kept:
+                self._forget(now, stage)
+            close.sums.forget_lost(self._batches.due, now)
+            close.settled = close.settled and len(close.sums.tops) == 1 and close.sums.tops[0].last
+            if self._batches.due.missing[stage]:
+                self._spare(now, close)
 
     def step_made(self, step: int) -> None:
         """A step was made: strikes fade, and innocent summers get their shares back."""
@@ -105,152 +168,212 @@ class Closing:
     # --- attempts ---------------------------------------------------------------------------------------------
 
     def may_begin(self, now: float, stage: int) -> bool:
-        """True while a stage has no sum and no attempt under way, and the pause after a failed one is over."""
+        """True while a stage has no sum of the batch, and the pause after a failed attempt is over; False where nothing
+        has changed since the last look.
+        """
         close = self.stages[stage]
-        return not close.settled and not close.attempt and now >= close.not_before
+        if self._batches.due.missing[stage]:
+            close.looked = None
+            return False
+        return not close.settled and now >= close.not_before and close.looked != close.view(self._roster.version)
 
-    def begin(self, now: float, stage: int, group: tuple[str, ...], lineage: bytes) -> None:
-        """Order one more attempt of these members, if they can average; `may_begin` must be true."""
+    def begin(self, now: float, stage: int, ready: tuple[str, ...], lineage: bytes) -> bool:
+        """Order the attempts that these members can begin now; True if there are any. `may_begin` must be true."""
         close = self.stages[stage]
+        if close.first is not None and not close.first.kept.keys() <= {*ready}:
+            self._forget(now, stage)
+        close.sums.forget_outgrown(self._batches.due, now)
+        if self._batches.due.missing[stage]:  # what somebody brought to a sum that was given up
+            return False
         try:
-            how, close.problem = self._grouping.order(stage, group), ""
+            found, close.problem = self._groups.next(now, stage, close, ready, lineage), ""
         except NoSplit as error:
-            self.changed |= close.problem != str(error)
-            close.problem, close.not_before = str(error), now + self._config.retry_s
-            return
-        assigned = self._batches.due.assigned(stage, group)
-        close.attempt, close.group, close.helpers, close.began = self._rng.randbytes(16), group, how.helpers, now
-        close.waiting, close.prepared, close.digests = set(group), set(), {}
-        if how.news:
-            self.blame.note(how.news)
-        # Lines may carry less than is known of them: after each attempt in vain the next one gets twice the time.
-        most_s = how.most_s * 2.0 ** min(close.failures, _DOUBLINGS)
-        orders = []
-        for peer in (*group, *sorted(close.helpers)):
-            part, rounds = assigned.get(peer, ()), how.rounds.get(peer, ())
-            orders.append(SendPrepare(peer, close.attempt, lineage, group, part, how.split, rounds, most_s))
-        close.orders = {order.peer: order for order in orders}
-        self._out += orders
+            if close.sums or close.first is not None:
+                self.blame.note(f"stage {stage} averages anew: {error}")
+                self._forget(now, stage)
+            else:
+                self.changed |= close.problem != str(error)
+                close.problem = str(error)
+            close.not_before = now + self._config.retry_s
+            return False
+        close.spared_until = None
+        for attempt in found:
+            close.attempts[attempt.name] = attempt
+            self._batches.due.sum_up(stage, attempt.brought)
+            self._out += attempt.orders.values()
+        if not found:
+            self._look_whether_whole(now, stage)
+        close.looked = close.view(self._roster.version)
+        return bool(found)
 
     def look(self, now: float) -> None:
-        """Act on deadlines: judge accusations, and leave late members behind."""
+        """Act on deadlines: judge accusations, leave late members behind, and spare nobody any longer."""
         for close in self.stages:
-            if close.attempt and close.heard_at is not None and now >= close.heard_at:
-                self._judge_accused(now, close)
-            elif close.attempt and close.late_at is not None and now >= close.late_at and not close.accused:
-                self._leave_behind(now, close)
+            if close.spared_until is not None and now >= close.spared_until:
+                close.spared_until = math.inf
+                self._roster.change(listed=False)
+        for stage, attempt in self._under_way():
+            if attempt.name not in self.stages[stage].attempts:
+                continue
+            if attempt.heard_at is not None and now >= attempt.heard_at:
+                self._judge_accused(now, stage, attempt)
+            elif attempt.late_at is not None and now >= attempt.late_at and not attempt.accused:
+                self._leave_behind(now, stage, attempt)
 
-    def _leave_behind(self, now: float, close: StageClose) -> None:
+    def _under_way(self) -> list[tuple[int, GroupAttempt]]:
+        return [(stage, one) for stage, close in enumerate(self.stages) for one in close.attempts.values()]
+
+    def _leave_behind(self, now: float, stage: int, attempt: GroupAttempt) -> None:
         """End the attempt without the members that have not answered."""
-        newcomers = self.blame.newcomers(close.group, close.waiting)
-        if len(newcomers) < len(close.waiting):  # members are late as well: all that are late may be overloaded
+        newcomers = self.blame.newcomers(self._together(stage, attempt), attempt.waiting)
+        if len(newcomers) < len(attempt.waiting):  # members are late as well: all that are late may be overloaded
             newcomers = []
         for peer in newcomers:
             self.blame.let_go(now, peer, "does not say that it averaged")
-        for peer in sorted(close.waiting.difference(newcomers)):
+        for peer in sorted(attempt.waiting.difference(newcomers)):
             self.blame.note(f"peer …{peer[-8:]} has not said that it averaged: the others go on")
             self.blame.failed(now, peer, "does not say that it averaged")
-        close.waiting.clear()
-        self._all_answered(now, close)
+        self.stages[stage].left |= attempt.waiting
+        attempt.waiting.clear()
+        self._all_answered(now, stage, attempt)
 
     def ended(self, now: float, end: PrepareEnded) -> None:
         """A member, or a helper, reports the end of its part in an attempt."""
-        close = next((c for c in self.stages if c.attempt and c.attempt == end.attempt), None)
-        if close is None:
+        stage, attempt = next(((s, one) for s, one in self._under_way() if one.name == end.attempt), (0, None))
+        if attempt is None:
             return
-        if end.peer in close.helpers and not end.ok:
+        if end.peer in attempt.helpers and not end.ok:
             self.blame.let_go(now, end.peer, "failed averaging")
-            self._fail(now, close)
-        if end.peer not in close.waiting:
+            self._fail(now, stage, attempt)
+        if end.peer not in attempt.waiting:
             return
-        close.waiting.discard(end.peer)
+        attempt.waiting.discard(end.peer)
         if end.ok:
-            self._ok(now, close, end)
+            self._ok(now, stage, attempt, end)
         elif end.declines:
-            self.blame.declined(now, end.peer, others=len(close.group) > 1)
-            self._fail(now, close)
-        elif self.blame.newcomers(close.group, [end.peer]):
+            self._fail(now, stage, attempt)
+            self.blame.declined(now, end.peer, others=len(self._workers(stage)) > 1)
+        elif self.blame.newcomers(self._together(stage, attempt), [end.peer]):
             self.blame.let_go(now, end.peer, "failed averaging")  # and its report of others is ignored
-            self._fail(now, close)
+            self._fail(now, stage, attempt)
         else:
-            self._not_ok(now, close, end)
+            self._not_ok(now, stage, attempt, end)
 
-    def _ok(self, now: float, close: StageClose, end: PrepareEnded) -> None:
-        close.prepared.add(end.peer)
-        close.digests[end.peer] = end.digest
-        if close.waiting:
-            if close.late_at is None and 2 * len(close.prepared) >= len(close.group):
-                close.late_at = now + max(self._config.late_s, _LATE_FACTOR * (now - close.began))
-        elif close.accused:
-            self._judge_accused(now, close)
+    def _ok(self, now: float, stage: int, attempt: GroupAttempt, end: PrepareEnded) -> None:
+        attempt.prepared.add(end.peer)
+        attempt.digests[end.peer] = end.digest
+        if attempt.waiting:
+            if attempt.late_at is None and 2 * len(attempt.prepared) >= len(attempt.group):
+                attempt.late_at = now + max(self._config.late_s, _LATE_FACTOR * (now - attempt.began))
+        elif attempt.accused:
+            self._judge_accused(now, stage, attempt)
         else:
-            self._all_answered(now, close)
+            self._all_answered(now, stage, attempt)
 
-    def _not_ok(self, now: float, close: StageClose, end: PrepareEnded) -> None:
-        assigned = close.assigned(end.peer)
+    def _not_ok(self, now: float, stage: int, attempt: GroupAttempt, end: PrepareEnded) -> None:
+        assigned = attempt.assigned(end.peer)
         missing, refused = assigned & set(end.missing), assigned & set(end.refused)
         lost = [peer for peer in dict.fromkeys(end.lost) if peer != end.peer]
-        helpers = [peer for peer in lost if peer in close.helpers]
-        mates = [peer for peer in lost if peer in close.met(end.peer)]
-        if newcomers := self.blame.newcomers(close.group, mates):
+        helpers = [peer for peer in lost if peer in attempt.helpers]
+        mates = [peer for peer in lost if peer in attempt.group]
+        if newcomers := self.blame.newcomers(self._together(stage, attempt), mates):
             mates = [mate for mate in mates if mate not in newcomers]
+        explained = missing or refused or helpers or newcomers
+        if mates and not explained:
+            self._accuse(now, stage, attempt, end.peer, mates)
+            return
+        self._fail(now, stage, attempt)
         for peer in (*helpers, *newcomers):
             self.blame.let_go(now, peer, "failed averaging")
         if refused:
             self.blame.refused(now, end.peer, refused)
         if missing:
-            self.blame.missing(now, self._step, (self.stages.index(close), end.peer), missing)
-        explained = missing or refused or helpers or newcomers
-        if mates and not explained:
-            self._accuse(now, close, end.peer, mates)
-            return
+            self.blame.missing(now, self._step, (stage, end.peer), missing)
         if not explained:
-            self._grouping.observe(len(close.group), (end.peer,))
+            self._grouping.observe(len(attempt.group), (end.peer,))
             self.blame.failed(now, end.peer, "failed averaging")
-        self._fail(now, close)
 
-    def _accuse(self, now: float, close: StageClose, by: str, mates: list[str]) -> None:
+    def _accuse(self, now: float, stage: int, attempt: GroupAttempt, by: str, mates: list[str]) -> None:
         """A member has lost these peers: wait a moment for others to report the same."""
-        close.accused += [(by, mate) for mate in mates]
-        if close.heard_at is None:
-            close.heard_at = now + _HEAR_S
-        if len(close.group) <= 2 or not close.waiting:
-            self._judge_accused(now, close)
+        attempt.accused += [(by, mate) for mate in mates]
+        if attempt.heard_at is None:
+            attempt.heard_at = now + _HEAR_S
+        if len(attempt.group) <= 2 or not attempt.waiting:
+            self._judge_accused(now, stage, attempt)
 
-    def _judge_accused(self, now: float, close: StageClose) -> None:
-        accused = sorted({mate for _, mate in close.accused})
-        self._grouping.observe(len(close.group), accused)
+    def _judge_accused(self, now: float, stage: int, attempt: GroupAttempt) -> None:
+        accused = sorted({mate for _, mate in attempt.accused})
+        self._grouping.observe(len(attempt.group), accused)
         self._out += [Probe(peer) for peer in accused]
-        self.blame.contradict(now, close.accused, len(close.group))
-        self._fail(now, close)
+        members = self._together(stage, attempt)
+        self._fail(now, stage, attempt)
+        self.blame.contradict(now, attempt.accused, len(members))
 
-    def _all_answered(self, now: float, close: StageClose) -> None:
-        """Compare the digests of all sums: equal ones settle the stage, different ones cost the attempt."""
-        stage = self.stages.index(close)
-        if len(set(close.digests.values())) <= 1:
-            close.settled, close.attempt, close.late_at = True, b"", None
-            self._agreements[stage].agreed()
-            self._grouping.observe(len(close.group))
+    def _together(self, stage: int, attempt: GroupAttempt) -> set[str]:
+        """All that average in the stage: a few whose ids bring them into one group shall not decide there alone."""
+        close = self.stages[stage]
+        return {*attempt.group, *close.busy(), *close.sums.members()}
+
+    def _all_answered(self, now: float, stage: int, attempt: GroupAttempt) -> None:
+        """Compare the digests of the sum that all have, also those in other groups: equal ones make it count."""
+        close, found = self.stages[stage], attempt.result()
+        if len(set(found.digests.values())) > 1:
+            self._fail(now, stage, attempt)
+            self._judge_different(now, stage, attempt, found)
             return
-        if close.helpers:  # strangers, and a round can do without them
-            for peer in sorted(close.helpers):
-                alone = len(close.helpers) == 1
+        del close.attempts[attempt.name]
+        self._grouping.observe(len(attempt.group))
+        top = close.sums.add(found, attempt.copies)
+        close.sums.forget_lost(self._batches.due, now)
+        if len(set(top.digests.values())) > 1:  # each group made another sum of the same
+            self._forget(now, stage)
+            self._pause(now, stage)
+            self._judge_different(now, stage, attempt, top)
+        else:
+            self._look_whether_whole(now, stage)
+
+    def _look_whether_whole(self, now: float, stage: int) -> None:
+        """The stage is settled once all that can have the sum of the batch have it."""
+        close, due = self.stages[stage], self._batches.due
+        if close.attempts or len(close.sums.tops) != 1 or not due.full:
+            return
+        (top,) = close.sums.tops
+        behind = {peer for peer in top.behind() if close.sums.stand(peer) is not None} - close.left
+        if len(top.contents) < len(due.entries) or behind:
+            return
+        if top.last:
+            close.settled = True
+            self._agreements[stage].agreed()
+        elif self._config.factors and close.first is None:
+            self._sum_second(now, stage, top)
+
+    def _sum_second(self, now: float, stage: int, first: PartialSum) -> None:
+        """The first factors are summed: sum the second ones, if all who brought the first are there to do it."""
+        close, due = self.stages[stage], self._batches.due
+        brought = {due.entries[mb].holders[stage] for mb in first.contents}
+        self._forget(now, stage)
+        if brought <= first.kept.keys():
+            close.first = first
+
+    def _judge_different(self, now: float, stage: int, attempt: GroupAttempt, found: PartialSum) -> None:
+        """Members report different sums: without helpers and newcomers the next ones are, and else `Agreement` says who
+        is at fault.
+        """
+        if attempt.helpers:  # strangers, and a round can do without them
+            for peer in sorted(attempt.helpers):
+                alone = len(attempt.helpers) == 1
                 self.blame.let_go(now, peer, "summed where members ended with different sums", proven=alone)
-        elif newcomers := self.blame.newcomers(close.group, close.group):
+            return
+        if newcomers := self.blame.newcomers(self._together(stage, attempt), found.kept):
             for peer in newcomers:
                 alone = len(newcomers) == 1
                 self.blame.let_go(now, peer, "took part where members ended with different sums", proven=alone)
-        else:
-            self._judge_different(now, stage, close)
-        self._fail(now, close)
-
-    def _judge_different(self, now: float, stage: int, close: StageClose) -> None:
-        """Established members report different sums: ask `Agreement` for the culprits."""
-        able = frozenset(peer for peer in close.group if not self._roster.lines.is_client(peer))
-        summing = Summing(close.summers(), able)
-        found = self._agreements[stage].judge(self._step, close.digests, summing, self._roster.since)
-        self.blame.note(f"stage {stage}: {found.note}")
-        for peer in found.guilty:
+            return
+        able = frozenset(peer for peer in found.kept if not self._roster.lines.is_client(peer))
+        summing = Summing(found.summers, able)
+        told = self._agreements[stage].judge(self._step, found.digests, summing, self._roster.since)
+        self.blame.note(f"stage {stage}: {told.note}")
+        for peer in told.guilty:
             self.blame.put_aside(now, peer, "has another sum than its stage-mates")
         self._rest(stage)
 
@@ -258,15 +381,28 @@ class Closing:
         """Pass the peers that get no share for now to the lines."""
         self._roster.lines.rest(stage, self._agreements[stage].idle)
 
-    def _fail(self, now: float, close: StageClose) -> None:
+    def _fail(self, now: float, stage: int, attempt: GroupAttempt) -> None:
         """End this attempt; the next one follows after an exponential pause."""
-        self._cancel(close)
+        if attempt.name in self.stages[stage].attempts:
+            self._give_up(now, stage, attempt)
+            self._pause(now, stage)
+
+    def _pause(self, now: float, stage: int) -> None:
+        close = self.stages[stage]
         close.not_before = now + min(_RETRY_MOST_S, self._config.retry_s * 2**close.failures)
         close.failures += 1
         self.changed = True
 
-    def _cancel(self, close: StageClose) -> None:
-        """Call the attempt off."""
-        if close.attempt:
-            self._out.append(CancelAttempt(close.attempt))
-            close.attempt, close.late_at, close.heard_at, close.accused = b"", None, None, []
+    def _give_up(self, now: float, stage: int, attempt: GroupAttempt) -> None:
+        """Call the attempt off; sums in factors begin anew, since the second ones need all who brought the first."""
+        if self.stages[stage].first is not None:
+            self._forget(now, stage)
+        else:
+            self._cancel(now, stage, attempt)
+
+    def _cancel(self, now: float, stage: int, attempt: GroupAttempt) -> None:
+        """Call the attempt off; members hold again what they brought."""
+        close = self.stages[stage]
+        if close.attempts.pop(attempt.name, None) is not None:
+            self._out.append(CancelAttempt(attempt.name))
+            close.sums.release(self._batches.due, attempt.brought, attempt.stands, now)

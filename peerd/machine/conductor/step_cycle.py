@@ -18,6 +18,7 @@ from peerd.machine.positions.phases import Course, Phase
 from peerd.machine.swarm.events import ConductorConfig, Note, Output, SendMove, TrainerReport
 from peerd.machine.swarm.late_movers import LateMovers
 from peerd.machine.swarm.latecomers import Latecomers
+from peerd.machine.swarm.posts import peer_of
 from peerd.machine.swarm.roster import Roster
 
 _LATE_PARTS = 3  # a trainer is named as late when one of so many parts of its lease is over
@@ -59,7 +60,7 @@ class StepCycle:
         """Take a trainer's report on the step under way."""
         view = StageView(self.serves, self._closing.settled)
         if self._batches.take(now, report, view, self._config.delayed):
-            self.reopen()
+            self.reopen(now)
 
     def look_again(self) -> None:
         """A trainer is gone: leases are looked at with the next event."""
@@ -85,16 +86,24 @@ class StepCycle:
             then = "they are given out anew" if alone else "others do them, and it is given less"
             self.out.append(Note(f"{told}: {then}"))
         if shrank:
-            self.reopen()
+            self.reopen(now)
 
     def fill(self, now: float) -> None:
         """Admit microbatches; with the last of them done, the step closes."""
         step = self._course.step
-        self._batches.fill(now, step, early=False)
+        self._batches.fill(now, step, early=False, summed=self._spared(now))
         if self._batches.due.complete([False] * self._config.stages):
             self._course.close(self._closing.start(step))
             self._resting.filled(now)
             self._roster.change(listed=False)
+
+    def _spared(self, now: float) -> set[str]:
+        """Trainers of a run of one stage, where each computes for itself, that are spared what is still to be done."""
+        return {peer_of(post) for post in self._closing.spared(now, 0)} if self._config.stages == 1 else set()
+
+    def watch(self, now: float) -> None:
+        """Act on deadlines of attempts, which go on while a batch that has shrunk is filled again."""
+        self._closing.look(now)
 
     def fill_early(self, now: float) -> None:
         """In a delayed run, admit microbatches into the next batch once this one is full, if another step follows."""
@@ -116,14 +125,13 @@ class StepCycle:
 
     def close(self, now: float) -> None:
         """Begin averaging in every stage that has its whole part of the batch; with the last mean, all commit."""
-        self._closing.look(now)
         self.let_go(now)
         due, target, begun = self._batches.due, self._course.target, 0
         self._more_to_begin = False
         if self._course.phase is not Phase.CLOSING or target is None or not due.full:
             return
         for stage in range(self._config.stages):
-            if due.missing[stage] or not self._closing.may_begin(now, stage):
+            if not self._closing.may_begin(now, stage):
                 continue
             if self._latecomers.awaits(now, stage, self._course.current):
                 continue
@@ -131,8 +139,8 @@ class StepCycle:
                 self._more_to_begin = begun >= _AT_ONCE
                 if self._more_to_begin:
                     break
-                begun += len(due.entries)
-                self._closing.begin(now, stage, tuple(group), target.lineage)
+                if self._closing.begin(now, stage, tuple(group), target.lineage):
+                    begun += len(due.entries)
         if all(self._closing.settled):
             movers = self._closing.prepared()
             self._course.move(target, movers, commits=True)
@@ -143,7 +151,7 @@ class StepCycle:
         """The next deadline while the step closes, where nothing is reported before; None: there is none."""
         if self._more_to_begin:
             return now
-        return min((at for at in (self._closing.due(), self._latecomers.due(now)) if at is not None), default=None)
+        return min((at for at in (self._closing.due(now), self._latecomers.due(now)) if at is not None), default=None)
 
     def moved(self, now: float, peer: str) -> None:
         """A member has made the step."""
@@ -167,10 +175,11 @@ class StepCycle:
         if self._config.delayed or self._config.filled_at_once:  # else the next batch takes its time to fill
             self._latecomers.arrived(now, current)
 
-    def reopen(self) -> None:
-        """Forget every mean of a step that closes: the batch is not whole any more."""
+    def reopen(self, now: float) -> None:
+        """Forget the means of a step that closes, and sums with microbatches that are gone: the batch is not whole."""
+        if self._course.phase in (Phase.OPEN, Phase.CLOSING):
+            self._closing.reopen(now)
         if self._course.phase is Phase.CLOSING:
-            self._closing.renew()
             self._closing.changed = True
             self._course.reopen()
 
@@ -182,12 +191,12 @@ class StepCycle:
                 self.lose(now, found.peer)
             if self._blame.shrank:
                 self._blame.shrank = False
-                self.reopen()
+                self.reopen(now)
 
     def lose(self, now: float, peer: str) -> None:
         """Remove a member, or a helper, with the microbatches it held, its part in averaging and its move."""
         entry = self._roster.remove(peer)
-        self._closing.lost(peer, entry.stage if entry is not None else None)
+        self._closing.lost(now, peer)
         if entry is not None:
             self._batches.lose(peer, now)
             self._resting.lost(peer, entry.stage, None if self._course.commits else self._course.current)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 
 from peerd.core.messages.swarm import Done, Mb, Position, Receipt
-from peerd.machine.averaging.topology import OrderedRound
 from peerd.machine.averaging.work_split import Split
 
 Verify = Callable[[str, int, int, Mb, Receipt], bool]  # holder, stage, step, microbatch: has it signed this?
@@ -39,6 +38,7 @@ class ConductorConfig:
     retry_s: float = 0.2  # before a failed attempt is repeated; doubles up to 5 s
     own_pace: bool | None = None  # are trainers as fast as their machines? None: in a run of one stage
     group_size: int = 0  # of an averaging group, at most; 0: chosen
+    factors: bool = False  # gradients travel in factors: a grid sums the first ones, and then the second ones
     late_s: float = 10.0  # how long half of a stage, its sum ready, waits for the others at least
     work: tuple[float, ...] = ()  # of a microbatch in each stage, relative to each other; empty: all the same
     moves: bool = False  # may the conductor order peers to other stages?
@@ -137,14 +137,24 @@ Event = MemberHello | MemberGone | TrainerReport | TrainerGone | PrepareEnded | 
 
 @dataclass(frozen=True, slots=True)
 class SendPrepare:
+    """Take part in one group's attempt at a sum. What a member brings is its own microbatches (`assigned`), or, where
+    `brings` names the attempt that gave it, a sum that it has.
+    """
+
     peer: str
     attempt: bytes
     lineage: bytes
-    group: tuple[str, ...]
-    assigned: tuple[Mb, ...]  # in any order
+    group: tuple[str, ...]  # senders, in the order of the sum, and then listeners
+    assigned: tuple[Mb, ...]  # its own in the sum that results, in any order
     split: Split | None = None  # None: the group in equal shares
-    rounds: tuple[OrderedRound, ...] = ()  # instead of one round of the group
     most_s: float = 0.0  # how long the bytes of the attempt may take
+    listeners: tuple[str, ...] = ()  # of the group: they take the sum and bring nothing
+    copy: int = 0  # which of the groups that make the same sum, from 0,
+    copies: int = 1  # and how many of them there are
+    brings: bytes = b""
+    last: bool = True  # the result is the sum of the whole batch, which a step is made with
+    second: bool = False  # of sums in factors: it makes its second factors with the sum that it has, and brings these
+    leads: bool = True  # it brings what only one member of the stage may bring
 
     @property
     def takes_part(self) -> bool:
@@ -152,18 +162,11 @@ class SendPrepare:
         return self.split is None or any(party.peer == self.peer for party in self.split.parties)
 
     @property
-    def meets(self) -> tuple[str, ...]:
-        """Peers that it averages with, itself included: in a grid only some of the group. Sorted."""
-        if not self.rounds:
-            return self.group
-        return tuple(sorted({peer for one in self.rounds for peer in one.meeting.peers}))
-
-    @property
     def summers(self) -> frozenset[str]:
-        """Peers that sum a share in the rounds that the peer makes."""
-        if not self.rounds:
-            return _summers(self.split, self.group)
-        return frozenset[str]().union(*(_summers(one.split, one.meeting.peers) for one in self.rounds))
+        """Peers that sum a share."""
+        if self.split is None:
+            return frozenset(self.group)
+        return frozenset(party.peer for party in self.split.parties if party.share > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +208,3 @@ class Note:
 
 
 Output = SendPrepare | CancelAttempt | SendMove | SendTransfer | Probe | Note
-
-
-def _summers(split: Split | None, peers: Iterable[str]) -> frozenset[str]:
-    return frozenset(p.peer for p in split.parties if p.share > 0) if split is not None else frozenset(peers)

@@ -16,9 +16,8 @@ one; in a plain run a coded one is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -133,26 +132,6 @@ class Averaging:
             for attempt in news:
                 del self._expected[attempt]
 
-    async def sum_over(
-        self,
-        plans: Sequence[AveragingPlan],
-        vector: Vector,
-        worker: Worker,
-        coder: Callable[[AveragingPlan], PartCoder | None] = lambda plan: None,
-    ) -> Vector:
-        """The sum by all rounds of an attempt: what one gives is what the next begins with. As `sum` otherwise.
-
-        Raises RoundFailed with the peers that the failed round names. A member ahead of others has patience with them
-        while they say that they are still in an earlier round, for as long as that may take (`coming_s`); a peer that
-        holds them up is named by those that wait there.
-        """
-        began = trio.current_time()
-        with self.expecting([plan.attempt for plan in plans]):
-            for plan in plans:
-                left_s = max(0.0, plan.coming_s - (trio.current_time() - began))
-                vector = await self.sum(replace(plan, coming_s=left_s), vector, worker, coder(plan))
-        return vector
-
     async def sum(
         self, plan: AveragingPlan, vector: Vector | None, worker: Worker, coder: PartCoder | None = None
     ) -> Vector:
@@ -246,7 +225,7 @@ class Averaging:
                     continue
                 why = "a member of the group fell silent"
                 if coming and not hung:
-                    why = f"a member says to be in an earlier round still, for more than {plan.coming_s:.0f} s"
+                    why = f"a member says to be in the sum before this one still, for more than {plan.coming_s:.0f} s"
                 hung = hung or coming
                 if late := state.round.late(trio.current_time()):
                     state.fail(why, tuple(sorted(hung & {*late} or hung or late)))
@@ -382,14 +361,14 @@ class Averaging:
 
     @contextmanager
     def _accusing(self, state: OpenRound, sender: str) -> Iterator[None]:
-        """A part that cannot be taken ends the round if it comes from a member of the attempt; a stranger is refused.
+        """A part that cannot be taken ends the round if it comes from a member of it; a stranger is refused.
 
         So is a helper.
         """
         try:
             yield
         except (ValueError, RemoteError) as error:
-            if sender in (*state.plan.senders, *state.plan.listeners, *state.plan.mates):
+            if sender in (*state.plan.senders, *state.plan.listeners):
                 state.fail(f"a member sent what it may not: {error}", (sender,))
             raise Refused(str(error)) from None
 

@@ -21,7 +21,6 @@ from peerd.core.limits import RPC_ROUND_DEADLINE_S, WAITS_CHARS
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import (
     Commit,
-    GridRound,
     Mbs,
     Moved,
     Party,
@@ -33,7 +32,6 @@ from peerd.core.messages.swarm import (
 )
 from peerd.core.work import Worker
 from peerd.machine.averaging.shares import NoSplit
-from peerd.machine.averaging.topology import OrderedRound
 from peerd.machine.averaging.work_split import Split
 from peerd.machine.swarm.events import (
     ConductorConfig,
@@ -104,20 +102,13 @@ class Orders:
 
     async def _run_attempt(self, orders: list[SendPrepare], reign: Reign, scope: trio.CancelScope) -> None:
         with scope:
-            orders = [order for order in await self._all_divided(orders) if order.takes_part]
+            split = await self._divided(orders[0].split)  # one for all
+            orders = [order for order in (replace(order, split=split) for order in orders) if order.takes_part]
             async with trio.open_nursery() as nursery:
                 for order in orders:
                     nursery.start_soon(self._prepare, order, reign)
         if self._attempts.get(orders[0].attempt) is scope:
             del self._attempts[orders[0].attempt]
-
-    async def _all_divided(self, orders: list[SendPrepare]) -> list[SendPrepare]:
-        """The orders with limits between pairs counted in every round."""
-        split = await self._divided(orders[0].split)
-        rounds: dict[OrderedRound, OrderedRound] = {}  # many members have the same
-        for one in (one for order in orders for one in order.rounds if one not in rounds):
-            rounds[one] = replace(one, split=await self._divided(one.split))
-        return [replace(order, split=split, rounds=tuple(rounds[one] for one in order.rounds)) for order in orders]
 
     async def _divided(self, split: Split | None) -> Split | None:
         """The split, with limits between pairs counted if there are any."""
@@ -140,12 +131,18 @@ class Orders:
             reign.step,
             order.attempt,
             order.lineage,
-            _peers(order.meets),
+            _peers(order.group),
             Mbs.of(order.assigned),
             config.samples,
-            self._within_s(order),
-            rounds=[_of_peers(one.message()) for one in order.rounds],
+            min(RPC_ROUND_DEADLINE_S, order.most_s + config.prepare_timeout_s),
             stage=stage_of(order.peer),
+            listeners=_peers(order.listeners),
+            copy=order.copy,
+            copies=order.copies,
+            brings=order.brings or None,
+            last=order.last,
+            second=order.second,
+            leads=order.leads,
         )
         if split is not None:
             body = msgspec.structs.replace(
@@ -159,7 +156,7 @@ class Orders:
             )
         try:
             peer = PeerId.parse(peer_of(order.peer))
-            found = (await self._rpc.call(peer, "stage/5/prepare", body, Prepared, timeout_s=body.timeout_s)).body
+            found = (await self._rpc.call(peer, "stage/6/prepare", body, Prepared, timeout_s=body.timeout_s)).body
             lost = tuple(post_name(one, stage_of(order.peer)) for one in found.lost)
             told = tuple(found.missing), lost, found.digest, tuple(found.refused)
             end = PrepareEnded(order.peer, order.attempt, found.ok, *told)
@@ -168,16 +165,11 @@ class Orders:
             end = PrepareEnded(order.peer, order.attempt, False, declines=isinstance(error, Refused))
         reign.tell(end)
 
-    def _within_s(self, order: SendPrepare) -> float:
-        """The time that an attempt gets: what its bytes may take, and what silent members may cost."""
-        silent_s = self._config.prepare_timeout_s * max(1, len(order.rounds))
-        return min(RPC_ROUND_DEADLINE_S, order.most_s + silent_s)
-
     async def move(self, order: SendMove, reign: Reign) -> None:
         """Have one member commit or restore."""
         position, kind, began = None, Commit if order.commit else Restore, trio.current_time()
         body = kind(self._config.fingerprint, reign.term, order.target, stage_of(order.peer))
-        method = "stage/5/commit" if order.commit else "stage/5/restore"
+        method = "stage/6/commit" if order.commit else "stage/6/restore"
         try:
             peer = PeerId.parse(peer_of(order.peer))
             answer = (await self._rpc.call(peer, method, body, Moved, timeout_s=_MOVE_TIMEOUT_S)).body
@@ -196,7 +188,7 @@ class Orders:
         )
         peer = PeerId.parse(peer_of(order.peer))
         try:
-            await self._rpc.call(peer, "stage/5/relocate", body, Empty, timeout_s=_TRANSFER_TIMEOUT_S)
+            await self._rpc.call(peer, "stage/6/relocate", body, Empty, timeout_s=_TRANSFER_TIMEOUT_S)
         except RemoteError as error:
             self.notes(f"peer {peer.short} stays at stage {body.stage}: {error}")
             reign.tell(TransferRefused(order.peer))
@@ -208,9 +200,3 @@ def _peers(posts: Iterable[str]) -> list[str]:
 
 def _parties(posts: Iterable[Party]) -> list[Party]:
     return [msgspec.structs.replace(party, peer=peer_of(party.peer)) for party in posts]
-
-
-def _of_peers(one: GridRound) -> GridRound:
-    """The round with peers in place of their posts, as it travels."""
-    senders, listeners = _peers(one.senders), _peers(one.listeners)
-    return msgspec.structs.replace(one, senders=senders, listeners=listeners, split=_parties(one.split))

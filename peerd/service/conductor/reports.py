@@ -155,6 +155,7 @@ class Reports:
             wanted=machine.search.wanted() if machine.lost else [],
             apart=machine.search.is_apart(body.position),
             rests=machine.resting.of(name),
+            spared=machine.spares(trio.current_time(), name),
         )
 
     # --- trainers ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Dispatch of `stage/5` and `handover/2` calls on one peer: each goes to the post that serves the stage it names.
+"""Dispatch of `stage/6` and `handover/2` calls on one peer: each goes to the post that serves the stage it names.
 
 One process may hold several posts: stages that it serves, and stages whose sums it helps to make. The methods are
 served from the first post's beginning to the last one's end. In one stage a peer is a member or a helper, never both:
@@ -47,13 +47,13 @@ _WORK: Final = Declaration(
 # A microbatch's call stays open until its gradient comes back: what it holds, `Room` and the post bound in bytes.
 _WAY: Final = replace(_WORK, calls_per_peer=STREAMS_INBOUND - 32, calls=2048)
 _METHODS: Final = {
-    "prepare": ("stage/5/prepare", Prepare, replace(_ORDERS, deadline_s=RPC_ROUND_DEADLINE_S)),
-    "commit": ("stage/5/commit", Commit, _ORDERS),
-    "restore": ("stage/5/restore", Restore, _ORDERS),
-    "transfer": ("stage/5/relocate", Relocate, _ORDERS),
-    "forward": ("stage/5/forward", StageForward, _WORK),
-    "loss": ("stage/5/loss", StageLoss, _WORK),
-    "backward": ("stage/5/backward", StageBackward, _WORK),
+    "prepare": ("stage/6/prepare", Prepare, replace(_ORDERS, deadline_s=RPC_ROUND_DEADLINE_S)),
+    "commit": ("stage/6/commit", Commit, _ORDERS),
+    "restore": ("stage/6/restore", Restore, _ORDERS),
+    "transfer": ("stage/6/relocate", Relocate, _ORDERS),
+    "forward": ("stage/6/forward", StageForward, _WORK),
+    "loss": ("stage/6/loss", StageLoss, _WORK),
+    "backward": ("stage/6/backward", StageBackward, _WORK),
     "passes": ("handover/2/pass", Pass, _WAY),
 }
 DECLARED: Final = {method: declared for method, _, declared in _METHODS.values()}
@@ -147,7 +147,7 @@ class StageCalls:
             yield
         finally:
             if not self._posts and not self._helpers:
-                self._rpc.unserve("stage/5")
+                self._rpc.unserve("stage/6")
                 self._rpc.unserve("handover/2", {"pass"})
 
     def _find(self, name: str, peer: PeerId, body: Any) -> tuple[StageHandlers, Handler]:

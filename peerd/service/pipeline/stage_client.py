@@ -148,7 +148,7 @@ class StageClient:
             body = msgspec.structs.replace(body, grant=shown, line_bytes_per_s=self._line(call, peer))
         with self._peers.call_to(name, within_s) as limit_s:
             answer = await self._rpc.call(
-                peer, f"stage/5/{call.verb}", body, StageAnswer, frames=call.frames, timeout_s=limit_s
+                peer, f"stage/6/{call.verb}", body, StageAnswer, frames=call.frames, timeout_s=limit_s
             )
             self._check(call, answer)
             if isinstance(body, StageBackward):

@@ -24,8 +24,19 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, STATE_PIECE_BYTES
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.state import DIGEST_BYTES, StateLayout, TensorSpec, piece_digest, read_layout
-from peerd.core.messages.swarm import Position, StateDigests, StateManifest, StatePiece, StateRelease, StateRequest
+from peerd.core.messages.state import (
+    DIGEST_BYTES,
+    StateDigests,
+    StateLayout,
+    StateManifest,
+    StatePiece,
+    StateRelease,
+    StateRequest,
+    TensorSpec,
+    piece_digest,
+    read_layout,
+)
+from peerd.core.messages.swarm import Position
 from peerd.core.work import Worker
 from peerd.machine.state import download_events as dl
 from peerd.machine.state.download import Download

@@ -41,8 +41,19 @@ from peerd.core.limits import (
     STATE_USERS,
 )
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.state import DIGEST_BYTES, StateItem, StateLayout, TensorSpec, piece_digest
-from peerd.core.messages.swarm import Position, StateDigests, StateManifest, StatePiece, StateRelease, StateRequest
+from peerd.core.messages.state import (
+    DIGEST_BYTES,
+    StateDigests,
+    StateItem,
+    StateLayout,
+    StateManifest,
+    StatePiece,
+    StateRelease,
+    StateRequest,
+    TensorSpec,
+    piece_digest,
+)
+from peerd.core.messages.swarm import Position
 from peerd.core.work import Worker
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc

@@ -21,8 +21,8 @@ import trio
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.ids import PeerId
 from peerd.core.limits import LINKS
-from peerd.core.messages.state import StateItem, StateLayout, TensorSpec
-from peerd.core.messages.swarm import Position, StateRequest
+from peerd.core.messages.state import StateItem, StateLayout, StateRequest, TensorSpec
+from peerd.core.messages.swarm import Position
 from peerd.core.work import Worker
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.fetch import BegunDownload, Donors, Fetching, FetchPlan, FetchReport, fetch_layout

@@ -24,8 +24,8 @@ from peerd.compute.model.footprint import spare_bytes
 from peerd.compute.model.served_stage import Model
 from peerd.core.errors import PeerdError, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.messages.state import TensorSpec
-from peerd.core.messages.swarm import MemberInfo, Position, StateRequest
+from peerd.core.messages.state import StateRequest, TensorSpec
+from peerd.core.messages.swarm import MemberInfo, Position
 from peerd.core.work import Worker
 from peerd.machine.state.catch_up_pace import CatchUpPace, Sizes
 from peerd.machine.state.failure_streak import FailureStreak

@@ -19,8 +19,8 @@ from torch import Tensor
 from peerd.compute.model.served_stage import ServedStage, items_of
 from peerd.core.errors import ConfigError, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.messages.state import TensorSpec
-from peerd.core.messages.swarm import Position, StateRequest
+from peerd.core.messages.state import StateRequest, TensorSpec
+from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import LoopSection, RunFile
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices

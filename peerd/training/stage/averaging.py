@@ -1,8 +1,9 @@
 """A member's part in its stage's averaging rounds: plan, residual, sums, and the line it declares for the next plan.
 
-A round's residual is settled once the step with its total is made (`Total.settle`), and not before. An attempt ends
-when it is made, its conductor hangs up, a later one is ordered, or another conductor is followed: a conductor that
-hangs, or is gone without a word, does not block the member.
+A sum that is not that of the batch yet is kept until a later order has the member bring it: so a group that fails costs
+no other group its sum. A round's residual is settled once the step with its total is made (`Total.settle`), and not
+before. An attempt ends when it is made, its conductor hangs up, a later one is ordered, or another conductor is
+followed: a conductor that hangs, or is gone without a word, does not block the member.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import trio
 
-from peerd.compute.codec.error_feedback import ErrorFeedback, Missed, feedback_of
+from peerd.compute.codec.error_feedback import Missed, feedback_of
 from peerd.compute.codec.powersgd import LowRank
 from peerd.compute.model.served_stage import Model, Vector
 from peerd.core.blockwise import BLOCKS, CODES
@@ -28,12 +29,10 @@ from peerd.core.messages.swarm import LineInfo, Position, Prepare
 from peerd.core.run.runfile import RunFile
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
-from peerd.machine.averaging.member_plan import Terms, plans_of
+from peerd.machine.averaging.member_plan import Terms, plan_of
 from peerd.service.run_services import RunServices
 from peerd.training.catchup.step_totals import Leap
 from peerd.training.stage.line_info import own_line
-
-Plans = Sequence[AveragingPlan]  # of the rounds of one attempt, one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +66,30 @@ class Total:
         return Leap.made(model, target, self.vector)
 
 
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A vector, brought or summed, and what the rounds that led to it missed by their code."""
+
+    vector: Vector
+    missed: tuple[Missed, ...] = ()
+
+
 _LONG_S = 10.0  # a round that takes longer is reported as waiting
 
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """The attempt under way."""
+    """An attempt under way; `helps`: the peer only sums for others in it."""
 
     name: bytes
     conductor: PeerId
     since: float
     scope: trio.CancelScope
+    helps: bool
 
 
 class Rounds:
-    """A member's averaging rounds, one at a time; coding and sums run on `worker`."""
+    """A member's averaging rounds, one at a time beside those in which it helps; coding and sums run on `worker`."""
 
     def __init__(self, run: RunFile, services: RunServices, worker: Worker, own: PeerId) -> None:
         self._run = run
@@ -92,12 +100,14 @@ class Rounds:
         align = max(BLOCKS) if run.averaging.code in CODES else 1
         self._terms = Terms(run.averaging.part_bytes, run.averaging.sender_timeout_s, align)
         self._vector_is = (0, "", 0)  # elements, dtype and further of our vector, once there was one: helpers must know
-        self._attempt: _Attempt | None = None
+        self._attempts: list[_Attempt] = []
+        self._kept: dict[bytes, _Sum] = {}  # by attempt, the newest last; two at most, whatever is ordered
 
     @property
     def waits_for(self) -> str | None:
         """Text that says what a long round waits for, and its progress; None while no round takes long."""
-        seconds = trio.current_time() - self._attempt.since if self._attempt is not None else 0.0
+        now = trio.current_time()
+        seconds = now - min((one.since for one in self._attempts), default=now)
         if seconds <= _LONG_S:
             return None
         done_bytes, total_bytes = self._averaging.progress()
@@ -110,26 +120,29 @@ class Rounds:
         return f"{told}, {done_bytes / seconds / 1e6:.2f} MB/s, {seconds * (total_bytes / done_bytes - 1):.0f} s left"
 
     @contextmanager
-    def under_way(self, attempt: bytes, conductor: PeerId) -> Iterator[None]:
-        """The scope of an attempt's rounds; Refused when the attempt is called off."""
+    def under_way(self, attempt: bytes, conductor: PeerId, *, helps: bool = False) -> Iterator[None]:
+        """The scope of an attempt's rounds; Refused when the attempt is called off. `helps`: we only sum for others."""
         with trio.CancelScope() as scope:
-            self._attempt = _Attempt(attempt, conductor, trio.current_time(), scope)
+            found = _Attempt(attempt, conductor, trio.current_time(), scope, helps)
+            self._attempts.append(found)
             try:
                 yield
             finally:
-                self._attempt = None
+                self._attempts.remove(found)
         if scope.cancelled_caught:
             raise Refused("the attempt was called off: another one was ordered, or this peer follows another conductor")
 
     def call_off_for(self, attempt: bytes) -> None:
-        """Call off another attempt under way: the conductor gave it up when it ordered this one."""
-        if self._attempt is not None and self._attempt.name != attempt:
-            self._attempt.scope.cancel()
+        """Call off another attempt of ours under way: the conductor gave it up when it ordered this one."""
+        for one in self._attempts:
+            if one.name != attempt and not one.helps:
+                one.scope.cancel()
 
     def call_off_unless_of(self, conductor: PeerId | None) -> None:
-        """Call off an attempt of another conductor than this one: it will never be committed."""
-        if self._attempt is not None and self._attempt.conductor != conductor:
-            self._attempt.scope.cancel()
+        """Call off attempts of another conductor than this one: they will never be committed."""
+        for one in self._attempts:
+            if one.conductor != conductor:
+                one.scope.cancel()
 
     def check(self, model: Model) -> None:
         """Take note of the size of the model's gradient; ConfigError when rounds cannot carry it: later, the run would
@@ -151,55 +164,101 @@ class Rounds:
         """Our line, and the size of our vector, for the conductor to divide rounds by."""
         return own_line(self._services.carries(), "node", *self._vector_is)
 
-    def plans(self, order: Prepare, sender: PeerId) -> tuple[AveragingPlan, ...]:
-        """The rounds that `sender` orders us to make; ProtocolViolation when they do not fit together."""
+    def plan(self, order: Prepare, sender: PeerId) -> AveragingPlan:
+        """The round that `sender` orders us to make; ProtocolViolation when it does not fit together."""
         try:
-            return plans_of(order, self._own, self._terms)
+            return plan_of(order, self._own, self._terms)
         except ValueError as error:
             raise ProtocolViolation(str(error), sender) from None
 
-    async def total(self, plans: Sequence[AveragingPlan], vector: Vector, low_rank: LowRank | None = None) -> Total:
-        """The sum of all members' gradients; raises RoundFailed. `vector` is ours, and stays as it is."""
+    def brings_gradient(self, order: Prepare) -> bool:
+        """True when the order has us bring our own gradient, and not a sum that we have."""
+        return order.brings is None and self._own not in order.listeners
+
+    async def total(
+        self, order: Prepare, plan: AveragingPlan, vector: Vector | None, low_rank: LowRank | None = None
+    ) -> Total:
+        """The sum of what all senders bring; raises RoundFailed. `vector`: our gradient, where the order has us bring
+        it; it stays as it is. The sum is kept for later orders.
+        """
+        if vector is not None:
+            self._kept.clear()
+            if order.last and low_rank is not None:
+                return await self._of_factors(plan, vector, low_rank)
+        brought = await self._brought(order, plan, vector, low_rank)
+        coder = self._forgetful if plan.copy else self._feedback  # of groups with the same sum one keeps the residual
+        summed = await self._averaging.sum(plan, brought.vector, self._worker, coder if len(plan.senders) > 1 else None)
+        if plan.senders == (self._own,):
+            summed = brought.vector  # whatever others made of it
+        self._kept[order.attempt] = _Sum(summed, brought.missed)
+        if not order.last:
+            return Total(summed, lambda: None)
         if low_rank is not None:
-            return await self._of_factors(plans, vector, low_rank)
-        feedback, self._vector_is = self._feedback, (len(vector), vector.dtype.name, 0)
+            return await self._of_second(low_rank, summed)
+        feedback, missed = self._feedback, brought.missed
+        return Total(summed, lambda: feedback.settle(*missed) if feedback is not None else None)
+
+    async def _brought(
+        self, order: Prepare, plan: AveragingPlan, vector: Vector | None, low_rank: LowRank | None
+    ) -> _Sum:
+        """What we bring, which is what we have as well where we listen."""
+        work, feedback = self._worker, self._feedback
+        if vector is not None:
+            if low_rank is not None:
+                return _Sum(await work.run(lambda: low_rank.begin(vector), name="make the first factors"))
+            self._vector_is = (len(vector), vector.dtype.name, 0)
+            return await work.run(lambda: self._with_residual(vector), name="add the residual")
+        if order.brings is None:
+            elements, dtype, _ = self._vector_is
+            newest = next(reversed(self._kept.items()), None)
+            self._kept = dict([newest]) if newest is not None else {}
+            known = newest[1] if newest is not None else _Sum(np.empty(elements, dtype))
+            return _Sum(np.zeros_like(known.vector), known.missed)
+        kept = self._kept.get(order.brings)
+        if kept is None:
+            raise RoundFailed("the sum that this peer is to bring is not here", ())
+        self._kept = {order.brings: kept}  # sums before it are of no use
+        if order.second:
+            if low_rank is None:
+                raise RoundFailed("this run has no sum of second factors", ())
+            return _Sum(await work.run(lambda: low_rank.project(kept.vector), name="make the second factors"))
+        if feedback is None or plan.copy or len(plan.senders) == 1:
+            return kept
+        return _Sum(kept.vector, (*kept.missed, feedback.go_on(kept.vector)))
+
+    def _with_residual(self, vector: Vector) -> _Sum:
+        """Our gradient with what earlier rounds missed of it; a copy where there is a residual to add."""
+        feedback = self._feedback
         if feedback is None:
-            return Total(await self._sum(plans, vector), lambda: None)
+            return _Sum(vector)
+        ours = vector.copy() if feedback.residual is not None else vector
+        return _Sum(ours, (feedback.begin(ours),))
 
-        def begin() -> tuple[Vector, Missed]:
-            ours = vector.copy() if feedback.residual is not None else vector
-            return ours, feedback.begin(ours)
-
-        ours, new = await self._worker.run(begin, name="add the residual")
-        total = await self._sum(plans, ours)
-        return Total(total, lambda: feedback.settle(new))
-
-    async def _sum(self, plans: Sequence[AveragingPlan], vector: Vector) -> Vector:
-        """One sum, over all rounds. Of groups that make the same sum, one keeps the residual of its code."""
-
-        def coder(plan: AveragingPlan) -> ErrorFeedback | None:
-            return self._forgetful if plan.copy else self._feedback
-
-        return await self._averaging.sum_over(plans, vector, self._worker, coder)
-
-    async def _of_factors(self, plans: Sequence[AveragingPlan], vector: Vector, code: LowRank) -> Total:
+    async def _of_factors(self, plan: AveragingPlan, vector: Vector, code: LowRank) -> Total:
         """The sum by PowerSGD's factors: two sums, the second of a projection on the first."""
         first_elements, further = code.elements
         self._vector_is = (first_elements, vector.dtype.name, further)
-        if any(plan.length and plan.further != further for plan in plans):
+        if plan.length and plan.further != further:
             raise RoundFailed("the round is planned for vectors of another size", (self._own,))
-        work, after = self._worker, [plan.second() for plan in plans]
-        if all(len(plan.group) == 1 for plan in plans):
+        work, after = self._worker, plan.second()
+        if len(plan.group) == 1:
             ready = await work.run(lambda: code.alone(vector), name="add the residual")
-        else:
-            with self._averaging.expecting(plan.attempt for plan in (*plans, *after)):
-                ours = await work.run(lambda: code.begin(vector), name="make the first factors")
-                first = await self._sum(plans, ours)
-                second = await work.run(lambda: code.project(first), name="make the second factors")
-                if further:
-                    second = await self._sum(after, second)
-            ready = await work.run(lambda: code.finish(second), name="multiply the factors")
+            return Total(ready.total, lambda: code.settle(ready), ready.rights or ())
+        with self._averaging.expecting((plan.attempt, after.attempt)):
+            ours = await work.run(lambda: code.begin(vector), name="make the first factors")
+            first = await self._averaging.sum(plan, ours, work)
+            second = await work.run(lambda: code.project(first), name="make the second factors")
+            if further:
+                second = await self._averaging.sum(after, second, work)
+        return await self._of_second(code, second)
+
+    async def _of_second(self, code: LowRank, second: Vector) -> Total:
+        ready = await self._worker.run(lambda: code.finish(second), name="multiply the factors")
         return Total(ready.total, lambda: code.settle(ready), ready.rights or ())
+
+    def drop_sums(self) -> None:
+        """Forget all sums: they are of another position."""
+        self._kept.clear()
 
     async def digest(self, total: Total) -> bytes:
         """See `Total.digest`."""

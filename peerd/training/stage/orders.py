@@ -16,13 +16,13 @@ from peerd.core.ids import is_peer_text
 from peerd.core.messages.proof import commit_signature
 from peerd.core.messages.swarm import Commit, Mb, Mbs, Moved, Position, Prepare, Prepared, Restore
 from peerd.core.work import Worker
-from peerd.machine.averaging.allreduce import RoundFailed
+from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.machine.averaging.stats import explained
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.catchup.step_totals import Leap
 from peerd.training.helper_rounds import HelperRounds
-from peerd.training.stage.averaging import Plans, Rounds, Total
+from peerd.training.stage.averaging import Rounds, Total
 from peerd.training.stage.post_state import PostState
 from peerd.training.stage.serving import Serving
 
@@ -54,6 +54,7 @@ class PostOrders:
     def arrived(self, anew: bool) -> None:
         """Forget the prepared sum: the post has another position. `anew`: otherwise than by a step of its own."""
         self.prepared, self._total = None, None
+        self._rounds.drop_sums()
         if anew:
             self.counted, self.digest = [], b""
             self._rounds.forget()
@@ -61,32 +62,34 @@ class PostOrders:
     # --- averaging --------------------------------------------------------------------------------------------
 
     async def prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:
-        """Average the gradients of a step with stage-mates; the answer says that the sum is prepared."""
+        """Sum gradients of a step, or sums of them, with stage-mates; the answer says that the sum lies ready."""
         self._check_open()
         body = call.body
         if not all(map(is_peer_text, body.group)):
             raise ProtocolViolation("the group names somebody who can't be a peer", call.peer)
         if self._ctx.host.id.text not in body.group:
-            self._rounds.call_off_for(body.attempt)
-            with self._rounds.under_way(body.attempt, call.peer):
+            with self._rounds.under_way(body.attempt, call.peer, helps=True):
                 return Answer(await self._helper.sum(call))
         if body.step != self._state.position.step:
             return Answer(Prepared(False, body.assigned, []))
-        plans = self._rounds.plans(body, call.peer)
+        plan = self._rounds.plan(body, call.peer)
         self._rounds.call_off_for(body.attempt)
         async with self._state.moving:
             with self._rounds.under_way(body.attempt, call.peer):
-                return Answer(await self._average(body, plans))
+                return Answer(await self._average(body, plan))
 
-    async def _average(self, order: Prepare, plans: Plans) -> Prepared:
-        """Copy our gradient, sum it with stage-mates, keep the sum for the commit."""
+    async def _average(self, order: Prepare, plan: AveragingPlan) -> Prepared:
+        """Sum what we bring with stage-mates; keep the sum for a later order, or the last one for the commit."""
         self._serving.closing = True
         model = self._state.model
         try:
-            vector = await self._state.work(lambda: self._part_of(order), "copy the gradient", urgent=True)
-            if isinstance(vector, list):
-                return Prepared(False, Mbs.of(vector), [])
-            total = await self._rounds.total(plans, vector, model.low_rank)
+            vector: Vector | None = None
+            if self._rounds.brings_gradient(order):
+                part = await self._state.work(lambda: self._part_of(order), "copy the gradient", urgent=True)
+                if isinstance(part, list):
+                    return Prepared(False, Mbs.of(part), [])
+                vector = part
+            total = await self._rounds.total(order, plan, vector, model.low_rank)
             digest = await self._rounds.digest(total)
         except Unusable as error:
             self._ctx.log.event("averaging.not_summed", level="warning", step=order.step, reason=str(error))
@@ -98,8 +101,9 @@ class PostOrders:
             raise Refused(str(error)) from None
         finally:
             self._serving.closing = False
-        self._total, self.prepared = total, Position(order.step + 1, order.lineage)
-        self.counted, self.digest = list(order.assigned), digest
+        if order.last:
+            self._total, self.prepared = total, Position(order.step + 1, order.lineage)
+            self.counted, self.digest = list(order.assigned), digest
         return Prepared(True, Mbs(), [], digest)
 
     def _part_of(self, order: Prepare) -> Vector | list[Mb]:
@@ -109,7 +113,7 @@ class PostOrders:
             return missing
         if refused := model.unusable(order.step):
             raise Unusable(refused)
-        return model.vector(leads=self._ctx.host.id.text == min(order.group))
+        return model.vector(order.leads)
 
     # --- moving -----------------------------------------------------------------------------------------------
 

@@ -352,6 +352,7 @@ class Post:
         self._rounds.call_off_unless_of(self._following.conductor)
         self._conducting.term = self.session.term
         self._complete = answer.complete
+        self.serving.spared_at = stated.step if answer.spared else -1
         self._waits_for = answer.waits_for or None
         self._recalling.swarm_is_lost(answer.lost, answer.wanted)
         self._note_rest(answer.rests)

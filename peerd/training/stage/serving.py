@@ -92,6 +92,7 @@ class Serving:
         self._not_finite_at = -1  # the step at which the log said that a result is not finite
         self.boundary = Boundary(ctx, run)
         self.closing = False
+        self.spared_at = -1  # the step for which others of the stage compute what is still to be done
         self.samples = 0
         self.load = LoadMeter(trio.current_time())
         self._busy_s = 0.0
@@ -325,7 +326,7 @@ class Serving:
             raise ProtocolViolation(f"a microbatch has {due} samples, these frames another number", peer)
 
     def refuse_when_closing(self, step: int) -> None:
-        if self.closing and step <= self._place.step:
+        if (self.closing or self.spared_at == self._place.step) and step <= self._place.step:
             raise Refused("the stage is averaging")
 
     def refuse_when_leaving(self) -> None:

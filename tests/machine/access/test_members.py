@@ -67,10 +67,10 @@ def test_methods_that_no_table_names_are_for_every_member_and_for_nobody_else() 
     books.admit(PEERS[0], token(PEERS[0], "backbone"), NOW)
     assert books.may_call(PEERS[0], "new/1", "new/1/thing", NOW) is None
     assert books.may_call(PEERS[1], "new/1", "new/1/thing", NOW) is not None
-    assert books.may_call(PEERS[0], "stage/5", "stage/5/forward", NOW) is not None
+    assert books.may_call(PEERS[0], "stage/6", "stage/6/forward", NOW) is not None
     assert books.may_serve(PEERS[0], "kept/1", "kept/1/x", NOW) is None
     assert books.may_serve(PEERS[0], "state/1", "state/1/x", NOW) is not None
-    assert books.may_serve(PEERS[0], "stage/5", "stage/5/x", NOW) is not None
+    assert books.may_serve(PEERS[0], "stage/6", "stage/6/x", NOW) is not None
     assert books.may_serve(PEERS[1], "dht/4", "dht/4/x", NOW) is None
 
 
@@ -78,12 +78,12 @@ def test_a_helper_is_no_stage() -> None:
     books = roll()
     books.admit(PEERS[0], token(PEERS[0], "aux"), NOW)
     for service, name, fine in (
-        ("stage/5", "prepare", True),
-        ("stage/5", "forward", False),
+        ("stage/6", "prepare", True),
+        ("stage/6", "forward", False),
         ("average/2", "part", True),
     ):
         assert (books.may_serve(PEERS[0], service, f"{service}/{name}", NOW) is None) == fine
-    for service, name, fine in (("swarm/6", "member", True), ("stage/5", "commit", False), ("average/2", "part", True)):
+    for service, name, fine in (("swarm/6", "member", True), ("stage/6", "commit", False), ("average/2", "part", True)):
         assert (books.may_call(PEERS[0], service, f"{service}/{name}", NOW) is None) == fine
 
 

@@ -33,7 +33,7 @@ class Swarm:
         for peer in self.group:
             told = LineInfo("node", self.seen[peer], self.seen[peer], 2_500_000, "float32")
             self.lines.tell(peer, 0, told_measured(told))
-        split = self.grouping.order(0, self.group).split
+        split = self.grouping.order(0, self.group).groups[0].split
         fractions = dict.fromkeys(self.group, 1 / len(self.group))
         if split is not None:
             fractions = {party.peer: party.share for party in split.parties}

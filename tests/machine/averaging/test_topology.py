@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from collections.abc import Callable
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.core.errors import ProtocolViolation
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S
 from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.swarm import GridRound, LineInfo, Mbs, Party, Prepare
-from peerd.machine.averaging.allreduce import AveragingPlan
-from peerd.machine.averaging.member_plan import Terms, attempt_of, plans_of
-from peerd.machine.averaging.topology import Grouping, Ordered, foretold_mates
+from peerd.core.messages.swarm import Done, LineInfo, Party, Prepare, Redo
+from peerd.machine.averaging.member_plan import Terms, plan_of
+from peerd.machine.averaging.topology import Grouping, Ordered, OrderedGroup, foretold_mates
 from peerd.machine.averaging.work_split import Lines
-from peerd.machine.conductor.conductor import Conductor, ConductorConfig
-from peerd.machine.swarm.events import CancelAttempt, MemberGone, PrepareEnded, SendMove, SendPrepare
-from tests.worlds.machines.conducting import first_order
+from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.swarm.events import (
+    CancelAttempt,
+    ConductorConfig,
+    MemberGone,
+    PrepareEnded,
+    SendMove,
+    SendPrepare,
+    TrainerReport,
+)
+from tests.worlds.machines.conducting import hello
+from tests.worlds.machines.grids import order_of, rounds_of
 
 MB = 1e6
 TERMS = Terms(1 << 20, 5.0)
@@ -38,22 +45,23 @@ def grouping(count: int, size: int = 0, elements: int = 1_000_000, mbyte_s: floa
     return Grouping(lines, size)
 
 
-def order_to(found: Ordered, peer: str) -> Prepare:
-    """The conductor's order to `peer`, encoded and decoded."""
-    met = sorted({other for one in found.rounds[peer] for other in one.meeting.peers})
-    rounds = [one.message() for one in found.rounds[peer]]
-    return decode(Prepare, encode(Prepare(bytes(16), 1, 5, b"a" * 16, b"", met, Mbs(), 8, 60.0, rounds=rounds)))
+def order_to(one: OrderedGroup, brings: bytes | None = None) -> Prepare:
+    """The conductor's order to a group's senders, encoded and decoded."""
+    return decode(Prepare, encode(order_of(one, b"a" * 16, brings, 60.0, last=True)))
+
+
+def is_flat(found: Ordered) -> bool:
+    return len(found.groups) == 1 and not found.sides
 
 
 # --- which it is ---------------------------------------------------------------------------------------------------
 
 
 def test_a_group_that_fits_is_flat_and_a_larger_one_a_grid() -> None:
-    assert not grouping(3, 3).order(0, names(3)).rounds
+    assert is_flat(grouping(3, 3).order(0, names(3)))
     found = grouping(9, 3).order(0, names(9))
-    assert set(found.rounds) == set(names(9))
-    assert {len(rounds) for rounds in found.rounds.values()} == {2}
-    assert max(len(one.meeting.peers) for rounds in found.rounds.values() for one in rounds) == 3
+    assert [one.meeting.peers for one in found.groups] == [names(9)[:3], names(9)[3:6], names(9)[6:]]
+    assert found.sides == (3,)
     assert "3 x 3" in found.news
 
 
@@ -67,35 +75,37 @@ def test_news_are_told_once() -> None:
 def test_what_was_found_is_kept_until_somebody_says_something_else() -> None:
     ordering = grouping(9, 3, mbyte_s=1.0)
     first = ordering.order(0, names(9))
-    assert ordering.order(0, names(9)).rounds is first.rounds
+    assert ordering.order(0, names(9)).groups is first.groups
     ordering._lines.tell("p000", 0, LineInfo("node", 9 * MB, 9 * MB, 1_000_000, "float32"))
     again = ordering.order(0, names(9))
-    assert again.rounds["p000"] != first.rounds["p000"]
+    assert again.groups[0] != first.groups[0]
     ordering._lines.tell("p000", 0, LineInfo("node", 9 * MB, 9 * MB, 1_000_000, "float32"))
-    assert ordering.order(0, names(9)).rounds is again.rounds
+    assert ordering.order(0, names(9)).groups is again.groups
     ordering._lines.forget("p000")
-    assert ordering.order(0, names(9)).rounds is not again.rounds
+    assert ordering.order(0, names(9)).groups is not again.groups
 
 
 def test_one_line_that_changes_has_its_own_groups_divided_anew_and_no_others() -> None:
     ordering = grouping(200, mbyte_s=125)
-    first = ordering.order(0, names(200)).rounds
+    first = rounds_of(ordering, names(200))
     ordering._lines.tell("p000", 0, LineInfo("node", 9 * MB, 9 * MB, 1_000_000, "float32"))
-    again = ordering.order(0, names(200)).rounds
-    pairs = ((peer, *both) for peer in names(200) for both in zip(first[peer], again[peer], strict=True))
-    anew = {peer for peer, before, after in pairs if before.split is not after.split}
-    assert anew == {other for one in again["p000"] for other in one.meeting.peers}
-    assert len(anew) < 50
+    again = rounds_of(ordering, names(200))
+    pairs = [pair for before, after in zip(first, again, strict=True) for pair in zip(before, after, strict=True)]
+    anew = [after.meeting.peers for before, after in pairs if before.split is not after.split]
+    assert anew == [one.meeting.peers for groups in again for one in groups if "p000" in one.meeting.peers]
 
 
-def test_members_hear_how_long_earlier_rounds_take_where_all_lines_are_known() -> None:
-    known = grouping(150, mbyte_s=125).order(0, names(150)).rounds["p000"]
-    assert known[0].message().earlier_s == 0
-    assert 0.1 < known[1].message().earlier_s < 1  # 4 MB at 125 MB/s, and what mates cost
-    ordering = grouping(150, 20, mbyte_s=125)
-    ordering._lines.tell("p149", 0, LineInfo("node", 0, 0, 2_000_000, "float32"))  # another vector: no model
-    assert [one.earlier_s for one in ordering.order(0, names(150)).rounds["p000"]] == [0, 0]
-    assert [one.earlier_s for one in grouping(9, 3).order(0, names(9)).rounds["p000"]] == [0, 0]
+@given(st.integers(4, 300), st.integers(3, 30), st.data())
+def test_sums_are_joined_in_the_rounds_of_the_grid(count: int, size: int, data: st.DataObject) -> None:
+    clients = data.draw(st.integers(0, min(count // 4, 5)))
+    found = rounds_of(grouping(count, size, mbyte_s=1.0, clients=clients), names(count))
+    has = {peer: frozenset({peer}) for peer in names(count)}
+    for groups in found:
+        sums = {one: [has[peer] for peer in one.meeting.senders] for one in groups}
+        for brought in sums.values():
+            assert sum(map(len, brought)) == len(frozenset().union(*brought)), "something is summed twice"
+        has = {peer: frozenset().union(*sums[one]) for one in groups for peer in one.meeting.peers}
+    assert set(has.values()) == {frozenset(names(count))}
 
 
 def test_an_attempt_may_take_what_slow_lines_need_for_the_size_that_most_of_the_group_tell() -> None:
@@ -104,7 +114,7 @@ def test_an_attempt_may_take_what_slow_lines_need_for_the_size_that_most_of_the_
         for peer, told in zip(names(3), (elements, elements, 1 << 30), strict=True):
             line = LineInfo("node", mbyte_s * 1e6, mbyte_s * 1e6, told, "float32")
             ordering._lines.tell(peer, 0, line)
-        return ordering.order(0, names(3)).most_s
+        return ordering.order(0, names(3)).groups[0].most_s
 
     assert most_s(85_000_000) == 2 * 340e6 / RPC_LEAST_BYTES_PER_S
     assert most_s(850_000_000) == 10 * most_s(85_000_000), "no constant bounds it"
@@ -113,7 +123,7 @@ def test_an_attempt_may_take_what_slow_lines_need_for_the_size_that_most_of_the_
 
 def test_a_small_stage_and_one_on_slow_or_unknown_lines_are_flat() -> None:
     for count, mbyte_s in ((2, 125), (8, 125), (9, 0), (64, 0), (64, 12.5)):
-        assert not grouping(count, mbyte_s=mbyte_s).order(0, names(count)).rounds
+        assert is_flat(grouping(count, mbyte_s=mbyte_s).order(0, names(count)))
 
 
 def failing(ordering: Grouping, members: int) -> Grouping:
@@ -126,57 +136,54 @@ def failing(ordering: Grouping, members: int) -> Grouping:
 def test_a_large_stage_on_fast_lines_has_a_grid_unless_that_takes_longer(elements: int, grid: bool) -> None:
     """A small vector is soon moved several times, and a large one is not."""
     ordering = grouping(150, elements=elements, mbyte_s=125)
-    assert bool(ordering.order(0, names(150)).rounds) == grid
+    assert is_flat(ordering.order(0, names(150))) != grid
 
 
 def test_where_many_fail_groups_are_smaller_and_rounds_more() -> None:
     calm, often = grouping(150, mbyte_s=125), failing(grouping(150, mbyte_s=125), 150)
-    shapes = [{len(rounds) for rounds in one.order(0, names(150)).rounds.values()} for one in (calm, often)]
-    assert shapes == [{2}, {3}]
+    assert [len(one.order(0, names(150)).sides) for one in (calm, often)] == [1, 2]
 
 
 def test_what_no_peer_can_hold_connections_for_is_a_grid_though_it_takes_longer() -> None:
     found = grouping(300, elements=10_000_000, mbyte_s=12.5).order(0, names(300))
-    assert {len(rounds) for rounds in found.rounds.values()} == {2}
+    assert len(found.sides) == 1
 
 
 def test_before_vectors_are_known_a_stage_is_flat() -> None:
-    assert not failing(grouping(150, elements=0), 150).order(0, names(150)).rounds
+    assert is_flat(failing(grouping(150, elements=0), 150).order(0, names(150)))
 
 
 def test_clients_are_spread_and_too_many_of_them_make_the_round_flat() -> None:
-    found = grouping(9, 3, mbyte_s=1.0, clients=3).order(0, names(9))
-    for rounds in found.rounds.values():
-        for one in rounds:
-            assert one.split is not None
-            assert [p.share for p in one.split.parties if p.mode == "client"] == [0.0]
+    for one in (one for groups in rounds_of(grouping(9, 3, mbyte_s=1.0, clients=3), names(9)) for one in groups):
+        assert one.split is not None
+        assert [p.share for p in one.split.parties if p.mode == "client"] == [0.0]
     flat = grouping(9, 3, mbyte_s=1.0, clients=8).order(0, names(9))
-    assert not flat.rounds
-    assert flat.split is not None
+    assert is_flat(flat)
+    assert flat.groups[0].split is not None
 
 
 def test_helpers_take_part_in_flat_rounds_only() -> None:
     for size, helped in ((0, True), (3, False)):
         ordering = grouping(9, size, mbyte_s=1.0)
         ordering._lines.tell("helper", 0, LineInfo("aux", 100 * MB, 100 * MB))
-        found = ordering.order(0, names(9))
-        assert found.helpers == (frozenset({"helper"}) if helped else frozenset())
-        assert all(
-            "helper" not in one.meeting.peers and one.split and "helper" not in {p.peer for p in one.split.parties}
-            for rounds in found.rounds.values()
-            for one in rounds
-        )
+        groups = [one for found in rounds_of(ordering, names(9)) for one in found]
+        assert {one.helpers for one in groups} == {frozenset({"helper"}) if helped else frozenset()}
+        for one in groups:
+            assert one.split is not None
+            assert ("helper" in {p.peer for p in one.split.parties}) == helped
+            assert "helper" not in one.meeting.peers
 
 
 @given(st.integers(2, 60), st.integers(3, 12))
 def test_a_member_foretells_whom_it_meets(count: int, size: int) -> None:
-    found = grouping(count, size).order(0, names(count))
+    found = rounds_of(grouping(count, size), names(count))
     for peer in names(count):
         mates = foretold_mates(peer, set(names(count)), size)
-        if not found.rounds:
+        if len(found) == 1:
             assert mates is None
             continue
-        assert mates == {other for one in found.rounds[peer] for other in one.meeting.peers}
+        groups = (one.meeting.peers for groups in found for one in groups)
+        assert mates == {other for peers in groups if peer in peers for other in peers}
     assert not foretold_mates("helper", set(names(count)), size)
 
 
@@ -185,101 +192,113 @@ def test_a_member_foretells_whom_it_meets(count: int, size: int) -> None:
 
 @pytest.mark.slow
 @given(st.integers(4, 200), st.integers(3, 30), st.booleans())
-def test_all_members_of_a_group_have_the_same_plan_of_it(count: int, size: int, known: bool) -> None:
-    found = grouping(count, size, mbyte_s=float(known)).order(0, names(count))
-    if not found.rounds:
-        assert count <= size
-        return
-    seen: dict[tuple[bytes, tuple[str, ...]], AveragingPlan] = {}
-    for peer in names(count):
-        order = order_to(found, peer)
-        assert len(encode(order)) < 100_000
-        for number, plan in enumerate(plans_of(order, peer, TERMS)):
-            assert plan.attempt == attempt_of(order.attempt, number)
-            assert peer in plan.senders or peer in plan.listeners
-            assert not {*plan.mates} & {*plan.group}
-            first = seen.setdefault((plan.attempt, plan.group), plan)
-            assert replace(plan, mates=first.mates) == first  # each has other mates elsewhere
+def test_a_member_of_each_group_has_its_plan(count: int, size: int, known: bool) -> None:
+    for groups in rounds_of(grouping(count, size, mbyte_s=float(known)), names(count)):
+        for one in groups:
+            order = order_to(one)
+            assert len(encode(order)) < 100_000
+            plan = plan_of(order, one.meeting.peers[0], TERMS)
+            assert (plan.senders, plan.listeners) == (one.meeting.senders, one.meeting.listeners)
+            assert (plan.copy, plan.copies) == (one.meeting.copy, one.meeting.copies)
+            assert sorted(plan.group) == sorted(one.meeting.peers)
 
 
-def good(peer: str = "p000") -> Prepare:
-    return order_to(grouping(5, 3, mbyte_s=1.0).order(0, names(5)), peer)
-
-
-def changed(order: Prepare, number: int, **changes: object) -> Prepare:
-    rounds = list(order.rounds)
-    rounds[number] = msgspec.structs.replace(rounds[number], **changes)
-    return msgspec.structs.replace(order, rounds=rounds)
+def good() -> Prepare:
+    """The order of a second round, in which one of five members is left over, and listens."""
+    (one,) = [one for one in rounds_of(grouping(5, 3, mbyte_s=1.0), names(5))[1] if len(one.meeting.peers) == 3]
+    return order_to(one, b"b" * 16)
 
 
 def test_a_good_order_is_taken() -> None:
-    for peer in names(5):
-        assert len(plans_of(good(peer), peer, TERMS)) == 2
+    order = good()
+    assert order.group == ["p000", "p002", "p004"]
+    assert order.listeners == ["p004"]
+    for peer, brings in (("p000", b"b" * 16), ("p004", None)):
+        assert plan_of(msgspec.structs.replace(order, brings=brings), peer, TERMS)
 
 
-def swapped(order: Prepare, number: int) -> list[Party]:
-    return [msgspec.structs.replace(party, mode="client") for party in order.rounds[number].split]
+def swapped(order: Prepare) -> list[Party]:
+    return [msgspec.structs.replace(party, mode="client") for party in order.split]
 
 
-BAD = {
-    "not mine": lambda o: changed(o, 1, senders=["p001", "p003"], listeners=[], split=[]),
-    "strangers": lambda o: changed(o, 1, senders=["p000", "stranger"], listeners=[], split=[]),
-    "twice": lambda o: changed(o, 1, senders=["p000", "p000"], listeners=[], split=[]),
-    "both": lambda o: changed(o, 1, senders=["p000", "p002"], listeners=["p002"], split=[]),
-    "mine does not count": lambda o: changed(o, 0, senders=["p001"], listeners=["p000"], split=[]),
-    "a copy too many": lambda o: changed(o, 1, copy=2),
-    "a client with a share": lambda o: changed(o, 1, split=swapped(o, 1)),
-    "a party too few": lambda o: changed(o, 1, split=o.rounds[1].split[1:]),
-    "a helper": lambda o: changed(o, 1, split=[*o.rounds[1].split[1:], Party("p000", "aux", 0.5)]),
-    "two divisions": lambda o: msgspec.structs.replace(o, split=o.rounds[0].split),
-    "shares beyond one": lambda o: changed(
-        o, 1, split=[msgspec.structs.replace(party, share=1.0) for party in o.rounds[1].split]
-    ),
+BAD: dict[str, Callable[[Prepare], dict[str, object]]] = {
+    "not mine": lambda o: {"group": ["p001", "p003"], "listeners": [], "split": []},
+    "twice": lambda o: {"group": ["p000", "p000"], "listeners": [], "split": []},
+    "a listener twice": lambda o: {"listeners": ["p004", "p004"]},
+    "a strange listener": lambda o: {"listeners": ["stranger"]},
+    "a listener that brings": lambda o: {"listeners": ["p000"]},
+    "a copy too many": lambda o: {"copy": 2},
+    "a second sum of nothing": lambda o: {"brings": None, "second": True},
+    "a second sum and one after it": lambda o: {"second": True, "further": 10},
+    "a client with a share": lambda o: {"split": swapped(o)},
+    "a party too few": lambda o: {"split": o.split[1:]},
+    "a member as helper": lambda o: {"split": [*o.split[1:], Party("p000", "aux", 0.5)]},
+    "shares beyond one": lambda o: {"split": [msgspec.structs.replace(party, share=1.0) for party in o.split]},
 }
 
 
 @pytest.mark.parametrize("what", BAD)
 def test_an_order_that_does_not_fit_together_is_refused(what: str) -> None:
+    order = good()
     with pytest.raises(ValueError, match=r"."):
-        plans_of(BAD[what](good()), "p000", TERMS)
-
-
-def test_a_grid_is_no_order_for_one_round() -> None:
-    with pytest.raises(ValueError, match="one round"):
-        AveragingPlan.of(good(), 1024, 5.0)
-
-
-@given(st.binary(min_size=16, max_size=16), st.integers(0, 11), st.integers(0, 11))
-def test_rounds_have_ids_of_their_own(attempt: bytes, one: int, other: int) -> None:
-    assert (attempt_of(attempt, one) == attempt_of(attempt, other)) == (one == other)
-    assert attempt_of(attempt, one) != attempt
-    assert len(attempt_of(attempt, one)) == 16
-
-
-def test_too_many_rounds_and_peers_are_refused_by_the_codec() -> None:
-    round_ = GridRound(["p000"], [], 0, 1, [], 0)
-    order = msgspec.structs.replace(good(), rounds=[round_] * 13)
-    with pytest.raises(ProtocolViolation):
-        decode(Prepare, encode(order))
+        plan_of(msgspec.structs.replace(order, **BAD[what](order)), "p000", TERMS)
 
 
 # --- the conductor -------------------------------------------------------------------------------------------------
 
 
-def test_an_attempt_that_fails_in_any_group_is_ordered_anew_without_the_lost() -> None:
-    """Nine members; one says that another was lost in the second round, while others have the whole sum."""
-    conductor = Conductor(ConductorConfig(stages=1, microbatches=1, gather_s=1.0, group_size=3), random.Random(1), 0.0)
-    orders = first_order(conductor, names(9), "p000")
-    assert [len(order.rounds) for order in orders] == [2] * 9
-    assert orders[4].meets == ("p001", "p003", "p004", "p005", "p007")
-    for peer in ("p001", "p002"):
-        conductor.handle(2.5, PrepareEnded(peer, orders[0].attempt, True))
-    out = conductor.handle(2.6, PrepareEnded("p000", orders[0].attempt, False, (), ("p006",)))
-    out += conductor.handle(2.7, MemberGone("p006"))
-    assert CancelAttempt(orders[0].attempt) in out
+def ordered(conductor: Conductor, members: tuple[str, ...]) -> list[SendPrepare]:
+    """The orders to members of one stage, each with one microbatch, of a trainer "t" that does no more."""
+    for peer in members:
+        conductor.handle(0.0, hello(peer))
+    conductor.wake(2.0)
+    seqs = tuple(range(len(members)))
+    conductor.handle(2.0, TrainerReport("t", 0, seqs, ()))
+    done = tuple(Done(seq, [peer]) for seq, peer in zip(seqs, members, strict=True))
+    return [o for o in conductor.handle(2.0, TrainerReport("t", 0, (), done)) if isinstance(o, SendPrepare)]
+
+
+def test_a_group_that_fails_is_ordered_anew_without_the_lost_and_others_keep_their_sums() -> None:
+    """Nine members; in the first round one is lost, in the second round another one."""
+    config = ConductorConfig(stages=1, microbatches=9, gather_s=1.0, group_size=3)
+    conductor = Conductor(config, random.Random(1), 0.0)
+    orders = ordered(conductor, names(9))
+    groups = {order.attempt: order.group for order in orders}
+    assert list(groups.values()) == [names(9)[:3], names(9)[3:6], names(9)[6:]]
+    first, second, third = groups
+
+    def end(attempt: bytes, *peers: str, now: float = 2.5) -> list[SendPrepare]:
+        out = [o for peer in peers for o in conductor.handle(now, PrepareEnded(peer, attempt, True, digest=attempt))]
+        return [output for output in out if isinstance(output, SendPrepare)]
+
+    assert not end(first, *groups[first]) + end(second, *groups[second])
+    out = conductor.handle(2.6, PrepareEnded("p006", third, False, (), ("p007",)))
+    out += conductor.handle(2.7, MemberGone("p007"))
+    assert [output for output in out if isinstance(output, CancelAttempt)] == [CancelAttempt(third)]
+    assert conductor.redo("t") == [Redo(7, 0)]
+    out += conductor.handle(2.8, TrainerReport("t", 0, (), (Done(7, ["p006"]),)))
     again = [order for order in (*out, *conductor.wake(3.0)) if isinstance(order, SendPrepare)]
-    assert [order.peer for order in again] == [name for name in names(9) if name != "p006"]
-    assert {order.attempt for order in again}.isdisjoint({order.attempt for order in orders})
-    assert [len(order.rounds) for order in again] == [3] * 8
-    moves = [o for name in names(9) for o in conductor.handle(3.5, PrepareEnded(name, again[0].attempt, True))]
-    assert [move.peer for move in moves if isinstance(move, SendMove) and move.commit] == [o.peer for o in again]
+    assert [(order.peer, order.group, order.last) for order in again] == [
+        (peer, ("p006", "p008"), False) for peer in ("p006", "p008")
+    ]
+    joined = end(again[0].attempt, "p006", "p008", now=3.1)
+    columns = {order.attempt: (order.group, order.listeners) for order in joined}
+    assert [*columns.values()] == [
+        (("p000", "p004", "p006", "p002"), ("p002",)),
+        (("p001", "p003", "p008", "p005"), ("p005",)),
+    ]
+    brought = {order.peer: order.brings for order in joined}
+    assert [brought[peer] for peer in ("p000", "p003", "p008", "p005")] == [first, second, again[0].attempt, b""]
+    other, one = columns
+    out = conductor.handle(3.2, MemberGone("p003"))
+    assert [output for output in out if isinstance(output, CancelAttempt)] == [CancelAttempt(one)]
+    copied = end(other, *columns[other][0], now=3.5)
+    assert {order.group for order in copied} == {("p000", "p001", "p005", "p008")}
+    assert copied[0].listeners == ("p001", "p005", "p008")
+    out = [
+        output
+        for order in copied
+        for output in conductor.handle(4.0, PrepareEnded(order.peer, order.attempt, True, digest=other))
+    ]
+    moves = [output.peer for output in out if isinstance(output, SendMove)]
+    assert moves == [name for name in names(9) if name not in ("p003", "p007")]

@@ -26,6 +26,7 @@ from peerd.service.rpc.rpc import CallStream
 from peerd.service.run_services import Carries
 from peerd.training.stage.averaging import Rounds, Total
 from tests.service.averaging.test_allreduce import Node, group, send_part
+from tests.worlds.machines.grids import attempt_name, order_of, rounds_of
 from tests.worlds.machines.workers import InlineWorker
 
 LAYOUT = Layout(("a", "b", "c"), (torch.Size((60, 40)), torch.Size((60,)), torch.Size((33, 21))))
@@ -61,7 +62,8 @@ class Member:
         return found
 
     async def take_part(self, order: Prepare, step: int) -> Total:
-        return await self.rounds.total(self.rounds.plans(order, self.node.id), self.gradient(step), self.code)
+        vector = self.gradient(step) if self.rounds.brings_gradient(order) else None
+        return await self.rounds.total(order, self.rounds.plan(order, self.node.id), vector, self.code)
 
 
 def members(nodes: list[Node]) -> list[Member]:
@@ -149,7 +151,7 @@ async def test_a_helper_sums_both_vectors(autojump_clock: MockClock) -> None:
         split = [Party(n.id.text, "node", 0.1) for n in senders] + [Party(helper.id.text, "aux", 0.7)]
         line = {"elements": FIRST, "dtype": "float32", "further": SECOND}
         how = order(senders, split=split, part_bytes=256, **line)
-        (plan,) = found[0].rounds.plans(how, senders[0].id)
+        plan = found[0].rounds.plan(how, senders[0].id)
 
         async def help_out() -> None:
             for one in (plan, plan.second()):
@@ -170,21 +172,26 @@ async def test_a_helper_sums_both_vectors(autojump_clock: MockClock) -> None:
 async def test_all_end_with_the_same_bits_also_over_the_rounds_of_a_grid(autojump_clock: MockClock, count: int) -> None:
     async with group(count) as (_, nodes):
         found, together = members(nodes), members(nodes)
-        names = tuple(node.id.text for node in nodes)
-        rounds = Grouping(Lines(), 3).order(0, names).rounds
+        grouping, names = Grouping(Lines(), 3), tuple(node.id.text for node in nodes)
+        rounds = rounds_of(grouping, names)
         for step in range(2):
-            attempt, totals = bytes([step]) * 16, dict[int, Total]()
+            totals, brings = dict[int, Total](), dict[str, bytes]()
 
-            async def one(member: Member, step: int, attempt: bytes, totals: dict[int, Total]) -> None:
-                own = rounds[member.node.id.text]
-                met = sorted({peer for number in own for peer in number.meeting.peers})
-                messages = [number.message() for number in own]
-                how = order(nodes, attempt, group=met, rounds=messages)
+            async def one(member: Member, how: Prepare, step: int, totals: dict[int, Total]) -> None:
                 totals[member.number] = await member.take_part(how, step)
 
-            async with trio.open_nursery() as nursery:
-                for member in found:
-                    nursery.start_soon(one, member, step, attempt, totals)
+            for number, groups in enumerate([*rounds, *rounds]):  # the first factors, and then the second ones
+                async with trio.open_nursery() as nursery:
+                    second, last = number == len(rounds), number == 2 * len(rounds) - 1
+                    for at, made in enumerate(groups):
+                        attempt = attempt_name(number, 100 * step + at)
+                        for member in (m for m in found if m.node.id.text in made.meeting.peers):
+                            own = brings.get(member.node.id.text)
+                            own = None if member.node.id.text in made.meeting.listeners else own
+                            how = order_of(made, attempt, own, 60.0, last=last)
+                            how = msgspec.structs.replace(how, second=second)
+                            nursery.start_soon(one, member, how, step, totals)
+                            brings[member.node.id.text] = attempt
             assert len({total.vector.tobytes() for total in totals.values()}) == 1
             expected = succeeded(await all_take_part(together, order(nodes, bytes([9, step]) * 8), step))
             np.testing.assert_allclose(totals[0].vector, expected[0].vector, rtol=0, atol=1e-3)
@@ -278,7 +285,7 @@ async def test_a_part_of_the_first_sum_is_not_taken_for_one_of_the_second(
     """The owners wait in the second sum; what comes under the first one's id finds no round."""
     async with group(2) as (_, nodes):
         found = members(nodes)
-        (plan,) = found[0].rounds.plans(order(nodes), nodes[0].id)
+        plan = found[0].rounds.plan(order(nodes), nodes[0].id)
         first_is_over, goes_on = trio.Event(), trio.Event()
 
         async def slow(one: Any, vector: Any, worker: Any, coder: Any = None) -> Any:

@@ -10,10 +10,11 @@ import trio
 
 from peerd.core.messages.swarm import LineInfo
 from peerd.machine.averaging.topology import Grouping
-from peerd.machine.averaging.work_split import Lines
+from peerd.machine.averaging.work_split import Lines, Split
 from peerd.machine.conductor.conductor import ConductorConfig
 from peerd.machine.swarm.events import SendPrepare
-from peerd.service.conductor.orders import ConductingConfig, Orders
+from peerd.service.conductor.orders import ConductingConfig, Orders, Reign
+from tests.worlds.machines.grids import attempt_name, rounds_of
 
 T = TypeVar("T")
 NAMES = tuple(f"p{i}" for i in range(9))
@@ -34,15 +35,29 @@ def orders(pairs: dict[tuple[str, str], float]) -> list[SendPrepare]:
     for name in NAMES:
         lines.tell(name, 0, LineInfo("node", 1e7, 1e7, 1000, "float32"))
     lines.limit_pairs(pairs)
-    found = Grouping(lines, 3).order(0, NAMES)
-    return [SendPrepare(name, bytes(16), b"", NAMES, (), found.split, found.rounds[name]) for name in NAMES]
+    groups = rounds_of(Grouping(lines, 3), NAMES)
+    found = [one for made in groups for one in made]
+    return [
+        SendPrepare(one.meeting.peers[0], attempt_name(0, at), b"", one.meeting.peers, (), one.split)
+        for at, one in enumerate(found)
+    ]
 
 
-async def divided(given: list[SendPrepare]) -> tuple[list[SendPrepare], int]:
+async def divided(given: list[SendPrepare]) -> tuple[list[Split | None], int]:
+    """What each group is told."""
     config = ConductingConfig(bytes(16), ConductorConfig(stages=1, microbatches=1), 8, 60.0)
     orders = Orders(config, cast(Any, None))
     orders.solver = solver = Counting()
-    return await orders._all_divided(given), solver.jobs
+    told: dict[bytes, Split | None] = {}
+
+    async def prepare(order: SendPrepare, reign: Reign) -> None:
+        await trio.lowlevel.checkpoint()
+        told[order.attempt] = order.split
+
+    orders._prepare = prepare  # type: ignore[method-assign]
+    async with trio.open_nursery() as nursery:
+        orders.begin(nursery, given, Reign(1, 1, lambda event: None))
+    return [told[order.attempt] for order in given], solver.jobs
 
 
 @pytest.mark.slow
@@ -50,16 +65,13 @@ async def test_a_slow_pair_changes_the_shares_of_its_group_and_of_no_other() -> 
     given = orders({("p0", "p1"): 1e5})
     found, jobs = await divided(given)
     assert jobs == 1
+    assert len(given) == 6
     for before, after in zip(given, found, strict=True):
-        of_the_pair = "p0" in before.rounds[0].meeting.peers
-        assert (after.rounds[0] != before.rounds[0]) == of_the_pair
-        assert after.rounds[1] == before.rounds[1]
-        split = after.rounds[0].split
-        assert split is not None
-        assert {party.peer for party in split.parties} == set(after.rounds[0].meeting.peers)
-    assert len({order.rounds[0] for order in found if "p0" in order.rounds[0].meeting.peers}) == 1
+        assert (after != before.split) == ({"p0", "p1"} <= {*before.group})
+        assert after is not None
+        assert {party.peer for party in after.parties} == {*before.group}
 
 
 async def test_without_limits_nothing_is_worked_out() -> None:
     given = orders({})
-    assert await divided(given) == (given, 0)
+    assert await divided(given) == ([order.split for order in given], 0)

@@ -59,13 +59,13 @@ def post(name: str, *, works: bool = True) -> StageHandlers:
 
 async def commit(pair: Pair, stage: int, run: bytes = RUN) -> bytes:
     body = Commit(run, 1, Position(1, b""), stage)
-    answer = await pair.a.call(pair.b_host.id, "stage/5/commit", body, Moved, timeout_s=5)
+    answer = await pair.a.call(pair.b_host.id, "stage/6/commit", body, Moved, timeout_s=5)
     return answer.body.position.lineage
 
 
 async def forward(pair: Pair, stage: int) -> float:
     body = StageForward(RUN, stage, 1)
-    found = await pair.a.call(pair.b_host.id, "stage/5/forward", body, StageAnswer, frames=[FRAME], timeout_s=5)
+    found = await pair.a.call(pair.b_host.id, "stage/6/forward", body, StageAnswer, frames=[FRAME], timeout_s=5)
     return found.body.loss_sum
 
 
@@ -108,14 +108,14 @@ async def test_a_peer_obeys_no_order_but_its_conductor_s() -> None:
         "relocate": Relocate(RUN, 1, 0, 1, "balance"),
     }
     shown = {name for name, declared in DECLARED.items() if declared.shows is Shows.CONDUCTOR}
-    assert shown == {f"stage/5/{name}" for name in orders}
+    assert shown == {f"stage/6/{name}" for name in orders}
     async with fake_pair() as (pair, *_):
         conductor = Conductor()
         with calls_of(pair, conductor).serving(0, post("zero")):
             conductor.peer = pair.b_host.id
             for name, body in orders.items():
                 with pytest.raises(Refused, match="does not follow you"):
-                    await pair.a.call(pair.b_host.id, f"stage/5/{name}", body, Moved, timeout_s=5)
+                    await pair.a.call(pair.b_host.id, f"stage/6/{name}", body, Moved, timeout_s=5)
 
 
 async def test_what_a_post_does_not_answer_is_refused() -> None:

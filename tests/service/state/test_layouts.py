@@ -9,8 +9,8 @@ from trio.testing import MockClock
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.state import StateItem, StateLayout, TensorSpec
-from peerd.core.messages.swarm import Position, StateRequest
+from peerd.core.messages.state import StateItem, StateLayout, StateRequest, TensorSpec
+from peerd.core.messages.swarm import Position
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.state.serve import DECLARED, Giving
 from peerd.service.state.serve import LAYOUT as LAYOUT_METHOD

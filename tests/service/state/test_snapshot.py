@@ -18,8 +18,8 @@ from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteErro
 from peerd.core.ids import PeerId
 from peerd.core.limits import STATE_COPIES, STATE_PIECE_BYTES
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.state import TensorSpec
-from peerd.core.messages.swarm import Position, StateDigests, StateManifest, StatePiece, StateRequest
+from peerd.core.messages.state import StateDigests, StateManifest, StatePiece, StateRequest, TensorSpec
+from peerd.core.messages.swarm import Position
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.state.serve import Giving
 from peerd.service.state.snapshot import Donors, Snapshots, StateItem

@@ -9,8 +9,8 @@ from trio.testing import MockClock
 from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import STATE_NAMED_COPIES
-from peerd.core.messages.state import StateItem, TensorSpec
-from peerd.core.messages.swarm import Position, StateManifest, StateRequest
+from peerd.core.messages.state import StateItem, StateManifest, StateRequest, TensorSpec
+from peerd.core.messages.swarm import Position
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.serve import STATE, Methods
 from peerd.service.state.snapshot import Fetcher, Giving

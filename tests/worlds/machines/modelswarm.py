@@ -1,13 +1,15 @@
 """A model of a swarm under one conductor after another, for tests with random happenings.
 
-The model keeps what matters: a member's accumulator is a bag of microbatches, a mean is the sum of its group's
-bags, a position's history is the list of means that led to it. In a delayed run a member has a second bag, for the
-step after its own, and nothing that is averaged was computed with parameters older than one step.
+The model keeps what matters: a member's accumulator is a bag of microbatches, a sum is that of what its group brings,
+bags or earlier sums, a position's history is the list of means that led to it. In a delayed run a member has a second
+bag, for the step after its own, and nothing that is averaged was computed with parameters older than one step.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -44,6 +46,7 @@ class Member:
     bag: Counter[Mb] = field(default_factory=Counter)
     early: Counter[Mb] = field(default_factory=Counter)
     at: dict[Mb, int] = field(default_factory=dict)  # the step of the parameters that each was computed with
+    sums: dict[bytes, Counter[Mb]] = field(default_factory=dict)  # by the attempt that gave each
     mean: Counter[Mb] | None = None
     prepared: Position | None = None
     counted: frozenset[Mb] = frozenset()
@@ -65,7 +68,8 @@ class Trainer:
 
 
 class Swarm:
-    per_stage = 2  # members
+    members_of_stage = 2
+    group_size = 0
     weighs = False  # does the conductor weigh what each member's gradients are worth?
 
     def __init__(self, seed: int, delayed: bool = False) -> None:
@@ -79,7 +83,7 @@ class Swarm:
         self.serial = 0
         self.conductor = self.new_conductor()
         self.calls: list[SendPrepare | SendMove] = []
-        self.rounds: dict[bytes, dict[str, Counter[Mb]]] = {}
+        self.rounds: dict[bytes, dict[str, tuple[SendPrepare, Counter[Mb]]]] = {}
         self.clients = True  # some members cannot be reached by others
         self.helped = 0
         self.faulty = False
@@ -87,7 +91,7 @@ class Swarm:
         self.overslept = 0
         for stage in range(STAGES):
             self.histories[stage, START] = ()
-            for _ in range(self.per_stage):
+            for _ in range(self.members_of_stage):
                 self.join(stage)
 
     def new_conductor(self) -> Conductor:
@@ -98,6 +102,7 @@ class Swarm:
             first_save=2,
             gather_s=1.0,
             broken_s=3.0,
+            group_size=self.group_size,
             weighs=self.weighs,
         )
         return Conductor(config, random.Random(self.rng.random()), self.now, self.origin())
@@ -152,7 +157,7 @@ class Swarm:
         if call.split is None:
             return
         parties = call.split.parties
-        assert [p.peer for p in parties if p.mode != "aux"] == list(call.group)
+        assert sorted(p.peer for p in parties if p.mode != "aux") == sorted(call.group)
         assert abs(sum(p.share for p in parties) - 1) < 1e-9
         assert all(p.share == 0 for p in parties if p.mode == "client")
         assert call.peer in {p.peer for p in parties}
@@ -185,6 +190,7 @@ class Swarm:
             if isinstance(output, SendPrepare | SendMove):
                 self.calls.append(output)
                 if isinstance(output, SendPrepare):
+                    assert not any(peer in self.conductor.resting for peer in output.group)
                     self.check_split(output)
             elif isinstance(output, CancelAttempt):
                 self.calls = [c for c in self.calls if not (isinstance(c, SendPrepare) and c.attempt == output.attempt)]
@@ -349,29 +355,49 @@ class Swarm:
         self.tell(MoveEnded(call.peer, m.position if m and not lost else None))
 
     def prepare(self, m: Member, call: SendPrepare) -> None:
-        """The mean lies ready when the whole group has sent its bags; the last answers may still be lost."""
+        """The sum lies ready when the whole group has sent what it brings; the last answers may still be lost."""
+        brought = self.brought(m, call)
+        if brought is None:
+            return
+        group = self.rounds.setdefault(call.attempt, {})
+        group[m.name] = call, brought
+        if set(group) < set(call.group):
+            return
+        total = functools.reduce(operator.add, (group[name][1] for name in call.group))
+        for name in call.group:
+            if (other := self.members.get(name)) is None or self.rng.random() < 0.05:
+                self.tell(PrepareEnded(name, call.attempt, False))
+                continue
+            order = group[name][0]
+            alone = set(call.group) - set(call.listeners) == {name}  # others get its copy
+            other.sums[call.attempt] = found = total if alone else self.sum_for(name, call, total)
+            if order.last:
+                other.mean, other.counted = found, frozenset(order.assigned)
+                other.prepared = Position(other.position.step + 1, call.lineage)
+                other.digest = self.digest(name, found)
+            self.tell(PrepareEnded(name, call.attempt, True, digest=self.digest(name, found)))
+
+    def brought(self, m: Member, call: SendPrepare) -> Counter[Mb] | None:
+        """What a member brings to a sum; None: it cannot, and says so."""
+        if m.name in call.listeners:
+            return Counter()
+        if call.brings:
+            if call.brings not in m.sums:
+                self.tell(PrepareEnded(m.name, call.attempt, False))
+            else:
+                m.sums = {call.brings: m.sums[call.brings]}
+            return m.sums.get(call.brings)
+        m.sums.clear()
         missing = tuple(mb for mb in call.assigned if mb not in m.bag)
         if missing:
             self.tell(PrepareEnded(m.name, call.attempt, False, missing))
-            return
+            return None
         m.bag = Counter(dict.fromkeys(call.assigned, 1))
         for mb in call.assigned:
             age = m.position.step - m.at[mb]
             assert 0 <= age <= self.delayed, "a gradient of parameters that are too old"
             self.stale += age
-        group = self.rounds.setdefault(call.attempt, {})
-        group[m.name] = m.bag.copy()
-        if set(group) < set(call.group):
-            return
-        for name in call.group:
-            if (other := self.members.get(name)) is None or self.rng.random() < 0.05:
-                self.tell(PrepareEnded(name, call.attempt, False))
-                continue
-            other.mean = self.sum_for(name, call, sum(group.values(), Counter[Mb]()))
-            other.counted = frozenset(group[name])
-            other.prepared = Position(other.position.step + 1, call.lineage)
-            other.digest = self.digest(name, other.mean)
-            self.tell(PrepareEnded(name, call.attempt, True, digest=other.digest))
+        return m.bag.copy()
 
     def sum_for(self, name: str, call: SendPrepare, total: Counter[Mb]) -> Counter[Mb]:
         """The sum with which a member ends the round."""
@@ -443,7 +469,7 @@ class RememberingSwarm(Swarm):
 class WeighingSwarm(RememberingSwarm):
     """One of more members, on lines so different that some of them rest, and others later."""
 
-    per_stage = 4
+    members_of_stage = 4
     weighs = True
 
     def __init__(self, seed: int, delayed: bool = False) -> None:

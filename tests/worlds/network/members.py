@@ -27,8 +27,8 @@ STRANGER = Keypair.from_seed(b"stranger".ljust(32, b"."))
 NOW = int(EPOCH_S)
 ROLES = ("stage", "trainer", "aux", "backbone", "expert")
 SERVED = (
-    "stage/5/forward",
-    "stage/5/commit",
+    "stage/6/forward",
+    "stage/6/commit",
     "handover/2/pass",
     "handover/2/relay",
     "swarm/6/member",

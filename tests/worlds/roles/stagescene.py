@@ -19,6 +19,7 @@ from peerd.core.messages.swarm import (
     GrantStatement,
     Mb,
     Mbs,
+    Party,
     Prepare,
     Prepared,
     Seqs,
@@ -60,7 +61,7 @@ class Scene:
     ) -> StageAnswer:
         body = StageBackward(self.mark, 0, step, seq, grant=shown)
         answer = await trainer.role._ctx.rpc.call(
-            self.stage.host.id, "stage/5/backward", body, StageAnswer, frames=frames or microbatch(seq), timeout_s=10
+            self.stage.host.id, "stage/6/backward", body, StageAnswer, frames=frames or microbatch(seq), timeout_s=10
         )
         return answer.body
 
@@ -69,7 +70,17 @@ class Scene:
         own = self.stage.host.id
         group = sorted([own.text, *(peer.host.id.text for peer in beside)])
         order = Prepare(self.mark, 1, 0, attempt, b"next", group, Mbs.of(assigned), 2 * BATCH, 30.0)
-        answer = await self.stage.role._ctx.rpc.call(own, "stage/5/prepare", order, Prepared, timeout_s=30)
+        answer = await self.stage.role._ctx.rpc.call(own, "stage/6/prepare", order, Prepared, timeout_s=30)
+        return answer.body
+
+    async def help(self, mate: Peer, attempt: bytes) -> Prepared:
+        """By the conductor's order, without a gradient of its own, for `mate`."""
+        own, one = self.stage.host.id, mate.host.id.text
+        parties = [Party(one, "node", 0.5), Party(own.text, "aux", 0.5)]
+        order = Prepare(
+            self.mark, 1, 0, attempt, b"next", [one], Mbs(), 2 * BATCH, 30.0, parties, elements=1 << 16, dtype="float32"
+        )
+        answer = await self.stage.role._ctx.rpc.call(own, "stage/6/prepare", order, Prepared, timeout_s=30)
         return answer.body
 
     def honest(self, *seqs: int) -> ServedStage:
