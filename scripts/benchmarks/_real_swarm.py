@@ -14,6 +14,8 @@ from benchmarks._memory_watch import MemoryWatch
 from benchmarks._peers import Peer, SwarmFailed
 from benchmarks._swarm import Swarm
 
+_RESTS, _CONTRIBUTES = "stage.rests", "stage.contributes"  # events
+
 
 @dataclass(slots=True)
 class RealSwarm(Swarm):
@@ -65,9 +67,19 @@ class RealSwarm(Swarm):
     def wait_for_step_of(self, names: Iterable[str], step: int, patience_s: float) -> float:
         """Wait until all these peers have made `step`; returns when the last of them had."""
         names = list(names)
-        done = lambda: all(any(e["step"] >= step for e in self._stepped(name)) for name in names)  # noqa: E731
+
+        def done() -> bool:
+            if idle := [name for name in names if self.rests(name)]:
+                raise SwarmFailed(f"{idle} rest, though they should contribute")
+            return all(any(event["step"] >= step for event in self._stepped(name)) for name in names)
+
         self.until(done, f"step {step} was never made by all of {names}", patience_s)
         return self.made(names)[step]
+
+    def rests(self, name: str) -> bool:
+        """True when the conductor lets this peer rest."""
+        told = [event["name"] for event in self.peer(name).events() if event["name"] in (_RESTS, _CONTRIBUTES)]
+        return bool(told) and told[-1] == _RESTS
 
     def newest(self) -> int:
         """The last step that any peer has made."""

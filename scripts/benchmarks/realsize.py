@@ -45,26 +45,28 @@ class Sizes:
     heads: int
     layers: int  # of the replicas,
     deep_layers: int  # and of the pipeline
-    samples: int  # of a step
+    samples: int  # of a step of the replicas: as many as make all four contribute; else the conductor lets some rest
+    deep_samples: int  # and of the pipeline
     up_mbit: float
     down_mbit: float
     pipe_mbit: float
     slow_mbit: float
 
 
-REAL: Final = Sizes(1024, 16, 10, 28, 16, 20.0, 100.0, 50.0, 1.0)
-TINY: Final = Sizes(64, 2, 2, 4, 8, 0.6, 3.0, 1.5, 0.03)  # to see that everything happens
+REAL: Final = Sizes(1024, 16, 10, 28, 96, 16, 20.0, 100.0, 50.0, 1.0)
+TINY: Final = Sizes(64, 2, 2, 4, 96, 8, 20.0, 100.0, 15.0, 0.1)  # to see that everything happens
 
 
 def run_file(kind: str, sizes: Sizes, stages: int) -> dict[str, Any]:
-    layers = sizes.layers if stages == 1 else sizes.deep_layers
+    deep = stages > 1
+    layers, samples = (sizes.deep_layers, sizes.deep_samples) if deep else (sizes.layers, sizes.samples)
     return BASE | {
         "run": f"real-{kind}",
         "model": {"d_model": sizes.width, "heads": sizes.heads, "layers": layers, "context": 64},
         "pipeline": {"stages": stages, "microbatch": 1},
         "optimizer": {"name": "adamw", "lr": 1.0e-4, "total_steps": 10_000},
         "averaging": {"code": "int8"},
-        "batch": {"target_samples": sizes.samples},
+        "batch": {"target_samples": samples},
     }
 
 
@@ -161,7 +163,7 @@ def change_members(swarm: RealSwarm, sizes: Sizes, plain: Plain, found: Found) -
     names = ["replica-0", "replica-1", "replica-4"]
     found.before_slow_s = mean_step_s(swarm, names, swarm.newest() + 1, 2)
     swarm.join("slow", "trainer", sizes.slow_mbit, sizes.slow_mbit)
-    swarm.until(lambda: swarm.peer("slow").role().get("replica", {}).get("rests"), "the slow one does not rest")
+    swarm.until(lambda: swarm.rests("slow"), "the slow one does not rest", PATIENCE_S)
     found.with_slow_s = mean_step_s(swarm, names, swarm.newest() + 1, 2)
     told(f"(d) {found.before_slow_s:.1f} s a step, {found.with_slow_s:.1f} s with a slow one that joined")
 
