@@ -10,7 +10,6 @@ from typing import Any
 
 from lab import WideHost, WideLab
 
-from benchmarks._memory_watch import MemoryWatch
 from benchmarks._peers import Peer, SwarmFailed
 from benchmarks._swarm import Swarm
 
@@ -22,7 +21,6 @@ class RealSwarm(Swarm):
     """The processes of one run, each on a host with a line of its own."""
 
     lab: WideLab  # type: ignore[assignment]
-    watch: MemoryWatch = field(default_factory=MemoryWatch, init=False)
     entry: str = field(default="", init=False)
     left: set[str] = field(default_factory=set, init=False)  # names of peers that were ended on purpose
 
@@ -35,9 +33,7 @@ class RealSwarm(Swarm):
         self.lab.host(name, up_mbit=up_mbit, down_mbit=down_mbit)
         stated = {"upload_mbit": up_mbit, "download_mbit": down_mbit, **limits}
         self._join(name, role, self.entry, {**self.run, "limits": stated}, "--log-level", "debug", "--threads", "1")
-        peer = self.peers[-1]
-        self.watch.add(name, peer.popen.pid)
-        return peer
+        return self.peers[-1]
 
     def kill(self, name: str) -> None:
         """End a peer as a power cut does."""
@@ -75,6 +71,13 @@ class RealSwarm(Swarm):
 
         self.until(done, f"step {step} was never made by all of {names}", patience_s)
         return self.made(names)[step]
+
+    def step_s(self, first: int, steps: int, patience_s: float) -> float:
+        """Mean seconds of the `steps` steps after `first`, whoever makes them."""
+        for step in (first, first + steps):
+            self.until(lambda step=step: self.newest() >= step, f"step {step} was never made", patience_s)
+        made = self.made([peer.name for peer in self.peers])
+        return (made[first + steps] - made[first]) / steps
 
     def rests(self, name: str) -> bool:
         """True when the conductor lets this peer rest."""

@@ -1,10 +1,10 @@
 """Real size: replicas of 126 million parameters and a pipeline of 352 million on home lines, with deaths and newcomers.
 
-Real `peerd` processes, each on a host of its own of the network lab (needs root). Not in CI: about 40 minutes, 16 GB of
-memory. Four replicas average in int8 with 20 Mb/s up and 100 down; then one is killed in mid-round, one joins, one
-leaves, and one with 1 Mb/s joins. Four stages, two peers for the first, have 50 Mb/s and 60 ms. The bound of a step is
-what its bytes take on the lines, plus what plain torch takes for the batch on all of this machine's cores, measured in
-the same run: all peers share those cores here.
+Real `peerd` processes, each on a host of its own of the network lab (needs root). Not in CI: an hour of two idle cores,
+16 GB of memory. Four replicas average in int8 with 20 Mb/s up and 100 down; then one is killed in mid-round, one joins,
+and one leaves. One with 1 Mb/s joins three of them. Four stages, two peers for the first, have 50 Mb/s and 60 ms. The
+bound of a step is what its bytes take on the lines, plus what plain torch takes for the batch on all of this machine's
+cores, measured in the same run: all peers share those cores here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, Final
 import yaml
 from lab import WideLab
 
+from benchmarks._memory_watch import resident_peak
 from benchmarks._peers import ROOT
 from benchmarks._real_swarm import RealSwarm
 from benchmarks._report import Figure, Report
@@ -124,27 +125,27 @@ class Found:
 
 
 def measure_replicas(sizes: Sizes, found: Found) -> None:
-    """Parts (a), (c) and (d)."""
+    """Parts (a) and (c). All contribute: here their processes share cores, so that fewer would be nearly as fast."""
     run = run_file("replicas", sizes, 1)
+    run["averaging"]["contributors"] = "all"
     plain = plain_torch(run)
     found.replicas_bound_s = plain.step_s + line_s(plain.parameters, 4, sizes.up_mbit)
     with tempfile.TemporaryDirectory(prefix="peerd-real-") as folder, WideLab(delay_ms=10) as lab:
         swarm = RealSwarm(Path(folder), lab, run, None)
-        with swarm.watch.watching():
-            swarm.begin()
-            names = [f"replica-{number}" for number in range(4)]
-            for name in names:
-                swarm.join(name, "trainer", sizes.up_mbit, sizes.down_mbit)
-            found.replicas_s = mean_step_s(swarm, names, 1, 3)
-            told(f"(a) {found.replicas_s:.1f} s a step, bound {found.replicas_bound_s:.1f} s")
-            peak = max(max(look.peak for look in swarm.watch.looks[name]) for name in names)
-            found.over_torch, found.peak_per_parameter = peak / plain.peak, peak / plain.parameters
-            change_members(swarm, sizes, plain, found)
+        swarm.begin()
+        names = [f"replica-{number}" for number in range(4)]
+        for name in names:
+            swarm.join(name, "trainer", sizes.up_mbit, sizes.down_mbit)
+        found.replicas_s = mean_step_s(swarm, names, 1, 3)
+        told(f"(a) {found.replicas_s:.1f} s a step, bound {found.replicas_bound_s:.1f} s")
+        peak = max(resident_peak(swarm.peer(name).popen.pid) for name in names)
+        found.over_torch, found.peak_per_parameter = peak / plain.peak, peak / plain.parameters
+        change_members(swarm, sizes, plain, found)
         found.unequal += len(swarm.unequal_sums())
 
 
 def change_members(swarm: RealSwarm, sizes: Sizes, plain: Plain, found: Found) -> None:
-    """A death in mid-round, a newcomer, one that leaves, and one with a slow line."""
+    """A death in mid-round, a newcomer, and one that leaves."""
     step, began = swarm.newest(), swarm.made(["replica-0"])[swarm.newest()]
     time.sleep(max(0.0, began + plain.step_s + (found.replicas_bound_s - plain.step_s) / 2 - time.time()))
     swarm.kill("replica-3")
@@ -160,12 +161,24 @@ def change_members(swarm: RealSwarm, sizes: Sizes, plain: Plain, found: Found) -
     told(f"(c) a newcomer made its first step after {found.joined_s:.1f} s, {swarm.newest() - step} steps later")
 
     found.left_s = swarm.leave("replica-2")
-    names = ["replica-0", "replica-1", "replica-4"]
-    found.before_slow_s = mean_step_s(swarm, names, swarm.newest() + 1, 2)
-    swarm.join("slow", "trainer", sizes.slow_mbit, sizes.slow_mbit)
-    swarm.until(lambda: swarm.rests("slow"), "the slow one does not rest", PATIENCE_S)
-    found.with_slow_s = mean_step_s(swarm, names, swarm.newest() + 1, 2)
-    told(f"(d) {found.before_slow_s:.1f} s a step, {found.with_slow_s:.1f} s with a slow one that joined")
+    told(f"(c) one that left took {found.left_s:.1f} s")
+
+
+def measure_slow(sizes: Sizes, found: Found) -> None:
+    """Part (d). The conductor chooses who contributes."""
+    run = run_file("slow", sizes, 1)
+    with tempfile.TemporaryDirectory(prefix="peerd-real-") as folder, WideLab(delay_ms=10) as lab:
+        swarm = RealSwarm(Path(folder), lab, run, None)
+        swarm.begin()
+        names = [f"replica-{number}" for number in range(3)]
+        for name in names:
+            swarm.join(name, "trainer", sizes.up_mbit, sizes.down_mbit)
+        found.before_slow_s = swarm.step_s(1, 2, PATIENCE_S)
+        swarm.join("slow", "trainer", sizes.slow_mbit, sizes.slow_mbit)
+        swarm.until(lambda: swarm.rests("slow"), "the slow one does not rest", PATIENCE_S)
+        found.with_slow_s = swarm.step_s(swarm.newest() + 1, 2, PATIENCE_S)
+        told(f"(d) {found.before_slow_s:.1f} s a step, {found.with_slow_s:.1f} s with a slow one that joined")
+        found.unequal += len(swarm.unequal_sums())
 
 
 def measure_pipeline(sizes: Sizes, found: Found) -> None:
@@ -175,14 +188,13 @@ def measure_pipeline(sizes: Sizes, found: Found) -> None:
     found.pipeline_bound_s = plain.step_s + line_s(plain.parameters // 4, 2, sizes.pipe_mbit)
     with tempfile.TemporaryDirectory(prefix="peerd-real-") as folder, WideLab(delay_ms=15) as lab:
         swarm = RealSwarm(Path(folder), lab, run, None)
-        with swarm.watch.watching():
-            swarm.begin()
-            names = [f"stage-{number}" for number in range(5)]
-            for number, name in enumerate(names):
-                swarm.join(name, "stage", sizes.pipe_mbit, sizes.pipe_mbit, stage=number % 4)
-            swarm.join("trainer", "trainer", sizes.pipe_mbit, sizes.pipe_mbit)
-            found.pipeline_s = mean_step_s(swarm, names, 1, 3)
-            told(f"(b) {found.pipeline_s:.1f} s a step, bound {found.pipeline_bound_s:.1f} s")
+        swarm.begin()
+        names = [f"stage-{number}" for number in range(5)]
+        for number, name in enumerate(names):
+            swarm.join(name, "stage", sizes.pipe_mbit, sizes.pipe_mbit, stage=number % 4)
+        swarm.join("trainer", "trainer", sizes.pipe_mbit, sizes.pipe_mbit)
+        found.pipeline_s = mean_step_s(swarm, names, 1, 3)
+        told(f"(b) {found.pipeline_s:.1f} s a step, bound {found.pipeline_bound_s:.1f} s")
         found.unequal += len(swarm.unequal_sums())
 
 
@@ -198,6 +210,7 @@ def measured(sizes: Sizes) -> Report:
     """Measure at these sizes."""
     found = Found()
     measure_replicas(sizes, found)
+    measure_slow(sizes, found)
     measure_pipeline(sizes, found)
     cost = found.with_slow_s / found.before_slow_s
     lines = [
