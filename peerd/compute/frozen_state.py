@@ -20,7 +20,7 @@ from torch import Tensor
 
 from peerd.compute.changes import Changes
 from peerd.compute.tensors import dtype_name, raw_bytes
-from peerd.core.errors import NoMemory
+from peerd.core.errors import GivenUp, NoMemory
 from peerd.core.frame import DTYPES
 from peerd.core.messages.state import TensorSpec
 
@@ -40,7 +40,7 @@ class FrozenState:
         self.specs = [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in sorted(state.items())]
         self._tensors: list[Tensor | None] = [tensor.detach() for _, tensor in sorted(state.items())]
         self._live = changes is not None
-        self._lacks_memory = False
+        self._lacks_memory = self._is_given_up = False
         self._at = 0  # the tensor that is read now: those before it are done
         self._lock = threading.Lock()
         if changes is not None:
@@ -51,9 +51,18 @@ class FrozenState:
         """Bytes of all tensors."""
         return sum(spec.nbytes for spec in self.specs)
 
-    def read(self, tensor: int, begin: int, end: int) -> memoryview:
-        """Bytes `begin` to `end` of a tensor, no earlier one than was read last; NoMemory: they were not kept."""
+    def give_up(self) -> None:
+        """Let every later read fail with GivenUp: nobody waits for the rest of the state."""
         with self._lock:
+            self._is_given_up, self._live, self._tensors = True, False, []
+
+    def read(self, tensor: int, begin: int, end: int) -> memoryview:
+        """Bytes `begin` to `end` of a tensor, no earlier one than was read last; NoMemory: they were not kept. Raises
+        GivenUp after `give_up`.
+        """
+        with self._lock:
+            if self._is_given_up:
+                raise GivenUp("nobody waits for the rest of the state")
             if self._lacks_memory:
                 raise NoMemory("there was no memory for what was left of the state when the next step was made")
             for done in range(self._at, tensor):

@@ -33,6 +33,10 @@ class LocalError(PeerdError):
     """We misused one of our own parts: a bug, never a peer's doing."""
 
 
+class GivenUp(PeerdError):
+    """Work was stopped because its result is not needed any more."""
+
+
 class NoMemory(PeerdError):
     """This machine, or its device, has no memory left for a job: others' programs may have it. Later it may do."""
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from peerd.compute.changes import Changes
+from peerd.compute.checkpoint import Checkpoints
 from peerd.compute.frozen_state import PIECE_BYTES, FrozenState, write_state
 from peerd.compute.tensors import TORCH_DTYPES, state_digest
-from peerd.core.errors import NoMemory
+from peerd.core.errors import GivenUp, NoMemory
 
 
 def live() -> dict[str, Tensor]:
@@ -134,3 +135,18 @@ def test_safetensors_reads_every_dtype_as_it_was(tmp_path: Path) -> None:
     assert state_digest(found) == state_digest(state)
     safetensors.torch.save_file(state, tmp_path / "theirs")
     assert (tmp_path / "ours").stat().st_size == pytest.approx((tmp_path / "theirs").stat().st_size, abs=64)
+
+
+def test_a_state_that_is_given_up_ends_its_reader_and_leaves_no_file(tmp_path: Path) -> None:
+    state, changes = live(), Changes()
+    frozen, checkpoints = FrozenState(state, changes), Checkpoints(tmp_path, 1, bytes(32), 0)
+    pieces = frozen.pieces()
+    next(pieces)
+    frozen.give_up()
+    with pytest.raises(GivenUp, match="nobody waits"):
+        next(pieces)
+    with changes.one():  # has nothing to copy
+        pass
+    with pytest.raises(GivenUp):
+        checkpoints.save(3, frozen)
+    assert list(tmp_path.iterdir()) == []

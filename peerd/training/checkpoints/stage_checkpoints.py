@@ -18,7 +18,7 @@ from torch import Tensor
 from peerd.compute.checkpoint import Checkpoints, Manifest
 from peerd.compute.frozen_state import FrozenState
 from peerd.compute.run_record import write_record
-from peerd.core.errors import ConfigError, NoMemory, PeerdError
+from peerd.core.errors import ConfigError, GivenUp, NoMemory, PeerdError
 from peerd.core.limits import SAVED_TOLD
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import disk_bytes
@@ -42,7 +42,7 @@ class Saving:
         self._ctx, self._files = ctx, ctx.worker("files")
         self._checkpoints: Checkpoints | None = None
         self._waiting: tuple[Position, FrozenState] | None = None
-        self._writing: tuple[Position, float] | None = None  # (position, begun at)
+        self._writing: tuple[Position, float, FrozenState] | None = None  # (position, begun at, state)
         self._failed: str | None = None
         self._recorded = False  # the run's settings, beside the checkpoints
         self._news = Signal()
@@ -81,17 +81,27 @@ class Saving:
         while self._waiting is not None or self._writing is not None:
             await self._news.wait()
 
+    def give_up(self) -> None:
+        """Stop the checkpoint that is being written, after the piece under way, and forget the one that waits."""
+        self._waiting = None
+        if self._writing is not None:
+            self._writing[2].give_up()
+        self._tell()
+
     async def run(self) -> None:
         """Write queued checkpoints until cancelled."""
         while True:
             while self._waiting is None:
                 await self._news.wait()
             (position, state), self._waiting = self._waiting, None
-            self._writing = position, trio.current_time()
+            self._writing = position, trio.current_time(), state
             try:
                 await self.save(position, state)
             except (ConfigError, NoMemory) as error:
                 self.missed(position, error)
+            except GivenUp:
+                told = f"this peer ended before the disk had taken all {state.nbytes / 1e6:.1f} MB"
+                self._ctx.log.event("checkpoint.given_up", stage=self._stage, step=position.step, reason=told)
             else:
                 self._failed = None
                 self._ctx.log.event("checkpoint.saved", stage=self._stage, step=position.step)

@@ -221,6 +221,7 @@ class Post:
                 with trio.move_on_after(patience_s):
                     await self.saving.written()
         finally:
+            self.saving.give_up()
             self._write_until = -math.inf
 
     async def _look_who_is_left(self) -> None:

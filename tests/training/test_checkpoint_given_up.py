@@ -1,0 +1,60 @@
+"""A checkpoint that nobody waits for any more: its writer stops, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import trio
+
+from peerd.compute.frozen_state import FrozenState
+from peerd.core.messages.swarm import Position
+from peerd.core.run.runfile import RunFile
+from peerd.training.checkpoints.stage_checkpoints import Saving
+
+
+class SlowState(FrozenState):
+    """A state whose reader waits for `goes` before each piece."""
+
+    def __init__(self) -> None:
+        super().__init__({"a": torch.zeros(1000), "b": torch.zeros(1000)})
+        self.begun, self.goes = threading.Event(), threading.Event()
+
+    def read(self, tensor: int, begin: int, end: int) -> memoryview:
+        self.begun.set()
+        assert self.goes.wait(30)
+        return super().read(tensor, begin, end)
+
+
+class Files:
+    """A worker with a thread for each job."""
+
+    async def run(self, job: Callable[[], Any], *, name: str) -> Any:
+        return await trio.to_thread.run_sync(job)
+
+
+async def test_a_checkpoint_under_way_is_given_up_and_one_that_waits_is_forgotten(tmp_path: Path) -> None:
+    told: list[tuple[str, dict[str, Any]]] = []
+    log = SimpleNamespace(event=lambda name, **facts: told.append((name, facts)))
+    ctx: Any = SimpleNamespace(run=RunFile(run="left"), data_dir=tmp_path, worker=lambda name: Files(), log=log)
+    saving, first, second = Saving(ctx, bytes(32)), SlowState(), SlowState()
+    await saving.open(0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(saving.run)
+        saving.hand_in(Position(3, bytes(8)), first)
+        await trio.to_thread.run_sync(first.begun.wait, 30)
+        saving.hand_in(Position(4, bytes(8)), second)
+        saving.give_up()
+        first.goes.set()
+        with trio.fail_after(30):
+            await saving.written()
+        nursery.cancel_scope.cancel()
+    assert [(name, facts["step"]) for name, facts in told] == [("checkpoint.given_up", 3)]
+    assert "0.0 MB" in told[0][1]["reason"]
+    assert not second.begun.is_set()
+    assert saving.positions == []
+    assert list((tmp_path / "checkpoints" / "left" / "stage-0").iterdir()) == []
