@@ -203,7 +203,7 @@ class Post:
         return True
 
     async def _write_last(self) -> None:
-        """Write the state that the post leaves with; where others have it, a slow disk is not waited for.
+        """Write the state that the post leaves with; where others have it, nothing slow is waited for.
 
         The last two holders of a state may leave at the same time, so the conductor is asked who is left after our
         goodbye. It ends in time though the device or the disk may hang.
@@ -217,8 +217,8 @@ class Post:
                 patience_s = _LEAVE_PATIENCE_S if self.unsaved is None else disk_s
                 if self.unsaved is not None:
                     await self._services.directory.withdraw(self.stage)  # nobody should count on us meanwhile
-                await self.state.save()
                 with trio.move_on_after(patience_s):
+                    await self.state.save()
                     await self.saving.written()
         finally:
             self._write_until = -math.inf
