@@ -176,9 +176,12 @@ class CatchingUp:
 
     @property
     def _totals_are_wanted(self) -> bool:
-        """True while a stage-mate is behind, or somebody fetches our state: the totals of our steps are for them."""
-        behind = any(mate.stage == self._stage and not mate.ready for mate in self._reports.members)
-        return behind or self._snapshots.giving.in_use
+        """True while a stage-mate is behind, or somebody fetches our state: the totals of our steps are for them.
+
+        Helpers and members that rest are never ready, and make no steps.
+        """
+        makes_steps = [m for m in self._reports.members if m.stage == self._stage and m.since and not m.rests]
+        return self._snapshots.giving.in_use or not all(mate.ready for mate in makes_steps)
 
     async def _outline(self) -> list[TensorSpec]:
         return await self._joiner.work(self._joiner.model.outline, "outline the state")
