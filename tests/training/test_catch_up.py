@@ -1,4 +1,4 @@
-"""Catch-up of one member without a network: which totals it keeps for others, and how it catches up."""
+"""Catch-up of one member without a network: which totals it keeps for others, and attempts that fail by themselves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import pytest
 import torch
 import trio
 import trio.testing
+from trio.testing import MockClock
 
+from peerd.compute.model.served_stage import Stale
+from peerd.core.errors import NoMemory
 from peerd.core.keys import Keypair
 from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import MemberInfo, Position
@@ -138,3 +141,31 @@ async def test_totals_are_kept_for_a_mate_that_is_behind_and_for_none_that_makes
         scene.catching_up.keep(at(step), Leap(at(step + 1), np.ones(4, "float32")))
     assert scene.catching_up._totals is not None
     assert len(scene.catching_up._totals) == kept
+
+
+@pytest.mark.parametrize("job", ["outline the state", "check the downloaded state", "state", "step"])
+async def test_an_attempt_that_finds_no_memory_is_repeated_after_a_pause(
+    tmp_path: Path, autojump_clock: MockClock, job: str
+) -> None:
+    scene = Scene(tmp_path, [ONE, MemberInfo(MATE, 0, [], True, since=1.0)])
+    if job != "step":
+        scene.joiner.model.vector_outline = lambda: TensorSpec("total", "float32", (400,))  # a state is fewer bytes
+    left = [job]
+
+    def fault(name: str) -> Exception | None:
+        return NoMemory("none left") if name in left and not left.remove(name) else None  # type: ignore[func-returns-value]
+
+    scene.joiner.faults = fault
+    await scene.catch_up()
+    failed = [event for event in scene.log.recent(50) if event["name"] == "stage.download_failed"]
+    assert [event["reason"] for event in failed] == ["none left"]
+    assert scene.joiner.changes == ["step" if job == "step" else "state"]
+
+
+async def test_a_member_whose_parameters_are_of_another_step_than_thought_takes_a_whole_state(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    scene = Scene(tmp_path, [ONE, MemberInfo(MATE, 0, [], True, since=1.0)])
+    scene.joiner.faults = lambda name: Stale("the call is at 3") if name == "step" else None
+    await scene.catch_up()
+    assert scene.joiner.changes == ["state"]

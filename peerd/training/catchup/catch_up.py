@@ -13,6 +13,7 @@ they were thought to be at, and by a root that most donors vouch for. A hostile 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from peerd.compute.frozen_state import FrozenState
 from peerd.compute.model.footprint import spare_bytes
-from peerd.compute.model.served_stage import Model
-from peerd.core.errors import PeerdError, RemoteError
+from peerd.compute.model.served_stage import Model, Stale
+from peerd.core.errors import NoMemory, PeerdError, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.state import StateRequest, TensorSpec
 from peerd.core.messages.swarm import MemberInfo, Position
@@ -99,6 +100,10 @@ async def _keep_nothing(position: Position) -> None:
 
 class Elsewhere(PeerdError):
     """The member is at another position than expected: another task has moved it meanwhile."""
+
+
+# Errors that end one attempt, not the role: after NoMemory in the middle of a change `PostState.run` raises.
+_FAILED = (RemoteError, ValueError, Elsewhere, Stale, NoMemory)
 
 
 class CatchingUp:
@@ -273,11 +278,12 @@ class CatchingUp:
             late_bytes = (goal.step - begun.step) * self._joiner.model.vector_outline().nbytes
             if 0 < late_bytes <= sum(spec.nbytes for spec in expected):
                 self._awaited = f"the steps up to {goal.step} from a stage-mate"
-                await self._along_a_trail(self._from_here)
+                with suppress(Stale):  # the parameters are of another step than thought: a whole state mends that
+                    await self._along_a_trail(self._from_here)
             if self._joiner.position not in (goal, self._goal):
                 self._awaited = f"the state of step {goal.step} from a stage-mate"
                 await self._along_a_trail(partial(self._from_a_state, expected))
-        except (RemoteError, ValueError, Elsewhere) as error:
+        except _FAILED as error:
             self._note_failure(error)
         return self._joiner.position != begun
 
@@ -310,7 +316,7 @@ class CatchingUp:
                 nursery.start_soon(trail.lay)
                 try:
                     await self._walk(await start(trail), trail)
-                except (RemoteError, ValueError, Elsewhere) as error:
+                except _FAILED as error:
                     failure = error  # not in a group
                 nursery.cancel_scope.cancel()
         finally:

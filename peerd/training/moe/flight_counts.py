@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from peerd.core.clock import Clock
-from peerd.core.errors import RemoteError, TooFewExperts
+from peerd.core.errors import NoMemory, RemoteError, TooFewExperts
 from peerd.core.experts.contract import ExpertReply
 from peerd.log import EventLog
 
@@ -44,6 +44,8 @@ class FlightCounts:
             if isinstance(error, TooFewExperts)
             else "network"
             if isinstance(error, RemoteError)
+            else "no_memory"
+            if isinstance(error, NoMemory)
             else "not_finite"
         )
         self.began_again[kind] += 1
