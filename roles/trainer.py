@@ -148,16 +148,18 @@ class TrainerRole:
 
     async def _compare_late(self) -> None:
         """Compare a large text once it has been read through; ConfigError says how much was trained on till then."""
-        digests = await self._data.digests()
         try:
-            await self._services.compare_settings(digests)
-            await self._compare_again()
+            told = await self._services.compare_late(await self._data.digests())
+            if self._services.has_tokens:
+                await self._compare_again()
         except ConfigError as error:
             counted = self._books.tally.counted
             raise ConfigError(
                 f"{error}. The text was read through beside training: by step {self._books.step} {counted} "
                 "microbatches of it had been counted"
             ) from error
+        if told:
+            self._ctx.log.event("data.differs", level="warning", reason="; ".join(told))
 
     async def leave(self) -> None:
         """Begin no microbatch any more, let those under way end, say goodbye."""

@@ -75,7 +75,7 @@ class TrainerData:
         if await self._worker.run(lambda: takes_long(self._run, known), name="look at the data"):
             self._ctx.log.event("data.digested_later", level="info")
             return None
-        self.preparing = "its own text, which is read through once to compare it with the other trainers'"
+        self.preparing = "its own text, which is read through once to compare its digest"
         try:
             return await self._digests(self._worker)
         finally:
