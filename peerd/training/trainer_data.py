@@ -102,7 +102,10 @@ class TrainerData:
         self._cache.close()
 
     async def save_position(self) -> None:
-        """Save the data position, so that a restart does not show the swarm the same text again."""
+        """Save the data position, so that a restart does not show the swarm the same text again.
+
+        On another worker than the one that reads: that one may wait for a server.
+        """
         text = json.dumps(self._position)
 
         def write() -> None:
@@ -112,7 +115,7 @@ class TrainerData:
 
         if self._position:
             try:
-                await self._worker.run(write, name="save the data position")
+                await self._ctx.worker("files").run(write, name="save the data position")
             except OSError as error:
                 reason = f"{self._path}: {error.strerror}"
                 self._ctx.log.event("data.position_not_saved", level="warning", reason=reason)
