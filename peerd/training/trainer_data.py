@@ -144,6 +144,7 @@ class TrainerData:
                 stream.resume(json.loads(self._path.read_text()))
             except (ValueError, KeyError, TypeError, ConfigError) as error:
                 self._ctx.log.event("data.restarted", level="warning", reason=f"{self._path}: {error}")
+                stream = samples_of(run, name, cache=self._cache)  # the other one may have moved already
         return stream
 
     def _take_held_out(self) -> list[Load]:

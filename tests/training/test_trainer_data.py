@@ -129,6 +129,10 @@ def files_of(folder: Path) -> Path:
     return folder
 
 
+def damage(file: Path) -> None:
+    file.write_bytes(b"PK\x03\x04" + b"x" * 400)  # as if it were a zip archive
+
+
 async def test_the_position_is_saved_while_the_reader_waits_for_a_server(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -163,3 +167,25 @@ async def test_a_trainer_that_leaves_says_goodbye_though_the_position_cannot_be_
     with trio.fail_after(5):
         await role.leave()
     assert done == ["handed in", "left the stage", "said goodbye"]
+
+
+async def test_a_position_in_a_file_that_is_damaged_now_begins_the_text_anew(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    texts = files_of(tmp_path / "texts")
+    one, _ = data_of(run_on(str(texts)), tmp_path / "peer")
+    await one.open()
+    first = bytes((await one.take()).tokens.payload)
+    for _ in range(39):
+        await one.take()
+    await one.save_position()
+    place = json.loads((tmp_path / "peer" / "r-position.json").read_text())["place"]
+    assert one._stream is not None
+    (source,) = one._stream._streams
+    damaged = Path(str(source._documents.files[source._order(place[0])[place[1]]]))
+    damage(damaged)
+    two, log = data_of(run_on(str(texts)), tmp_path / "peer")
+    await two.open()
+    (event,) = [event for event in log.recent(50) if event["name"] == "data.restarted"]
+    assert damaged.name in str(event["reason"])
+    assert bytes((await two.take()).tokens.payload) == first
