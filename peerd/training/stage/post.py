@@ -27,6 +27,7 @@ from peerd.core.messages.progress import StageProgress
 from peerd.core.messages.proof import receipt
 from peerd.core.messages.swarm import Mb, MemberAnswer, MemberInfo, Position, PostLoad, Receipt, Relocate
 from peerd.core.run.runfile import RunFile
+from peerd.core.run.stage_plan import planned_stage
 from peerd.role import RoleContext
 from peerd.service.pipeline.stage_calls import StageHandlers
 from peerd.service.rpc.rpc import Answer, Incoming
@@ -178,7 +179,9 @@ class Post:
         if not body.target < self._run.pipeline.stages:
             raise ProtocolViolation(f"the run has no stage {body.target}", call.peer)
         if self.moves_to is None or body.target == self.stage:
-            raise Refused(f"this peer serves stage {self.stage}, by its user's wish")
+            planned = planned_stage(self._run, self._ctx.host.id.text) == self.stage and not self._run.limits.stages
+            why = "the run's plan" if planned else "its user's wish"
+            raise Refused(f"this peer serves stage {self.stage}, by {why}")
         self.moves_to(body.target, "".join(char if char.isprintable() else "?" for char in body.why))
         return Answer(Empty())
 
