@@ -55,10 +55,14 @@ class LoadedRun:
     notes: tuple[str, ...] = ()  # and on what they import, which nobody compares
 
 
-def load_run(path: Path) -> LoadedRun:
-    """Read, type and check a run file. Raises ConfigError that names every mistake."""
+def load_run(path: Path, *, with_plan: bool = True) -> LoadedRun:
+    """Read, type and check a run file. Raises ConfigError that names every mistake.
+
+    Without `with_plan`, a plan that it names, or holds, is left out, and its placement is the default.
+    """
     tree, faults = parse_yaml(path, RUN_FILE)
-    run = _planned(typed_section(RunFile, tree, (), faults), faults)
+    run = typed_section(RunFile, tree, (), faults)
+    run = _planned(run, faults) if with_plan else _unplanned(run)
     for place, reads in (("bootstrap", parse_addr), ("listen", parse_addr), ("announce", parse_announced)):
         given = tree.get(place)
         for index, text in enumerate(given if isinstance(given, list) else []):
@@ -102,6 +106,13 @@ def _planned(run: RunFile, faults: YamlFaults) -> RunFile:
         faults.broken.add(("pipeline", "placement"))
         return run
     return msgspec.structs.replace(run, plan=plan_of(file))
+
+
+def _unplanned(run: RunFile) -> RunFile:
+    if run.pipeline.placement != "plan":
+        return run
+    pipeline = msgspec.structs.replace(run.pipeline, placement="load", plan="")
+    return msgspec.structs.replace(run, pipeline=pipeline, plan=None)
 
 
 def section_of(cls: type[Any], values: Mapping[str, object]) -> Any:

@@ -43,6 +43,8 @@ from peerd.training.trainer_data import TrainerData
 _COMPARED_AGAIN_S = (1.0, 1.0, 2.0, 4.0, 8.0)  # pauses before each look at the text of those that start with us
 _AHEAD = 4  # microbatches of samples that lie ready, at least: as many as the next report may wish for
 _REPLICA_IN_FLIGHT = 2  # one that is computed and the next: others may be faster with those that would wait here
+_POSITION_S = 2.0  # for a disk to take the data position, after everything else of a trainer that leaves,
+_LAST_POSITION_S = 30.0  # and at the end of the run
 _LAST_EVALUATION_S = 60.0  # of a run with experts: by then their hosts may have gone
 _TELL_S = 0.15  # of a delayed replica's work may go into one report: each report costs the conductor and all members
 _DELAYED_IN_FLIGHT = 32  # at most, where news travel beside the gradients and take their time
@@ -148,24 +150,28 @@ class TrainerRole:
 
     async def _compare_late(self) -> None:
         """Compare a large text once it has been read through; ConfigError says how much was trained on till then."""
-        digests = await self._data.digests()
         try:
-            await self._services.compare_settings(digests)
-            await self._compare_again()
+            told = await self._services.compare_late(await self._data.digests())
+            if self._services.has_tokens:
+                await self._compare_again()
         except ConfigError as error:
             counted = self._books.tally.counted
             raise ConfigError(
                 f"{error}. The text was read through beside training: by step {self._books.step} {counted} "
                 "microbatches of it had been counted"
             ) from error
+        if told:
+            self._ctx.log.event("data.differs", level="warning", reason="; ".join(told))
 
     async def leave(self) -> None:
         """Begin no microbatch any more, let those under way end, say goodbye."""
         await self._contributor.hand_in()
-        await self._data.save_position()
-        if self.replica is not None:
-            await self.replica.leave()
-        await self._contributor.say_goodbye()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._data.save_position)
+            if self.replica is not None:
+                await self.replica.leave()
+            await self._contributor.say_goodbye()
+            nursery.cancel_scope.deadline = trio.current_time() + _POSITION_S
 
     @property
     def unsaved(self) -> str | None:
@@ -385,7 +391,8 @@ class TrainerRole:
             with trio.move_on_after(math.inf if self._flights is None else _LAST_EVALUATION_S):
                 await self._evaluate(answer.step)
         await self._contributor.publish()
-        await self._data.save_position()
+        with trio.move_on_after(_LAST_POSITION_S):
+            await self._data.save_position()
         tally = self._books.tally
         self._ctx.log.event(
             "trainer.finished",

@@ -116,13 +116,39 @@ class RunServices:
         `corpus`: of a trainer, the digest of what it reads, by the key of its source; others' that differ are refused.
         """
         if corpus is not None:
-            self._corpus = {key: digest for key, digest in corpus.items() if digest}
+            self._corpus = self._compared(corpus)
         await self.view.settled()
         try:
             await self._compare()
         except RemoteError:
             return  # alone for now; a peer that differs is refused by the others later
         await self.publish_settings()
+
+    @property
+    def has_tokens(self) -> bool:
+        """True if only those that show a token of the run take part."""
+        return self._rpc.gate is not None
+
+    async def compare_late(self, corpus: Mapping[str, str]) -> list[str]:
+        """Compare the text of a trainer that trains with it already; returns sentences on what differs in an open run.
+
+        There the others' word is anybody's, and ends no trainer at work. In a run with tokens it is that of members:
+        ConfigError.
+        """
+        if self.has_tokens:
+            await self.compare_settings(corpus)
+            return []
+        self._corpus = self._compared(corpus)
+        told: list[str] = []
+        with suppress(RemoteError):
+            told = await self.other_texts() if self._corpus else []
+            await self.publish_settings()
+        return told
+
+    def _compared(self, corpus: Mapping[str, str]) -> dict[str, str]:
+        """The digests to compare with the other trainers': those that the run file names are compared already."""
+        named = {key for key, source in sources_of(self.run.data) if source.digest}
+        return {key: digest for key, digest in corpus.items() if digest and key not in named}
 
     async def agrees(self) -> bool:
         """True when the run's published settings are ours, False when there are none; ConfigError when they differ."""
@@ -179,8 +205,9 @@ class RunServices:
             raise ConfigError(f"trainers of run {self.run.run!r} started together with other text:{_listed(told)}")
 
     async def _others_read(self) -> dict[str, Counter[str]]:
-        """For each source, the digests of what other trainers read, and how many do."""
+        """For each source, the digests of what other trainers of these settings read, and how many do."""
         published = (await self.directory.published_settings()).training
+        published = [settings for settings in published if settings.shared == shared_text(self.run)]
         return {key: Counter(s.corpus[key] for s in published if key in s.corpus) for key in self._corpus}
 
     def _other_text(self, key: str, theirs: str) -> str:

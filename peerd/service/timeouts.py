@@ -115,4 +115,5 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.training.expert.sharing._LEAVING_S": LEAVING,
     "peerd.training.moe.expert_flights._CLOSING_S": PAUSE,
     "roles.trainer._LAST_EVALUATION_S": LEAVING,
+    "roles.trainer._LAST_POSITION_S": LEAVING,
 }

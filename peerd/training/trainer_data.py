@@ -75,7 +75,7 @@ class TrainerData:
         if await self._worker.run(lambda: takes_long(self._run, known), name="look at the data"):
             self._ctx.log.event("data.digested_later", level="info")
             return None
-        self.preparing = "its own text, which is read through once to compare it with the other trainers'"
+        self.preparing = "its own text, which is read through once to compare its digest"
         try:
             return await self._digests(self._worker)
         finally:
@@ -102,7 +102,10 @@ class TrainerData:
         self._cache.close()
 
     async def save_position(self) -> None:
-        """Save the data position, so that a restart does not show the swarm the same text again."""
+        """Save the data position, so that a restart does not show the swarm the same text again.
+
+        On another worker than the one that reads: that one may wait for a server.
+        """
         text = json.dumps(self._position)
 
         def write() -> None:
@@ -112,7 +115,7 @@ class TrainerData:
 
         if self._position:
             try:
-                await self._worker.run(write, name="save the data position")
+                await self._ctx.worker("files").run(write, name="save the data position")
             except OSError as error:
                 reason = f"{self._path}: {error.strerror}"
                 self._ctx.log.event("data.position_not_saved", level="warning", reason=reason)
@@ -141,6 +144,7 @@ class TrainerData:
                 stream.resume(json.loads(self._path.read_text()))
             except (ValueError, KeyError, TypeError, ConfigError) as error:
                 self._ctx.log.event("data.restarted", level="warning", reason=f"{self._path}: {error}")
+                stream = samples_of(run, name, cache=self._cache)  # the other one may have moved already
         return stream
 
     def _take_held_out(self) -> list[Load]:

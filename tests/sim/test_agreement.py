@@ -4,6 +4,7 @@ train together.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,10 @@ from trio.testing import MockClock
 from peerd.compute.data import corpus_digest
 from peerd.contents import with_digests
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.core.messages.settings import PublishedSettings
+from peerd.core.run.runfile import DataSection, ModelSection, OptimizerSection, PipelineSection, RunFile, shared_text
+from peerd.service.run_services import RunServices
+from peerd.service.swarm.directory import Directory, SettingsTold
 from peerd.training.trainer_data import TrainerData
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
@@ -110,8 +114,9 @@ async def test_another_text_is_refused_with_both_digests_unless_every_trainer_ha
     assert await refusal(paced(own, tmp_path / "peers2"), own, with_text(own, other)) == ""
 
 
-async def test_another_large_text_is_refused_once_it_has_been_read_through_beside_training(
-    tmp_path: Path, autojump_clock: MockClock, run: RunFile, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tokens", [False, True])
+async def test_another_large_text_is_a_warning_once_it_was_read_through_and_ends_a_trainer_where_members_say_so(
+    tmp_path: Path, autojump_clock: MockClock, run: RunFile, monkeypatch: pytest.MonkeyPatch, tokens: bool
 ) -> None:
     monkeypatch.setattr(corpus_digest, "PROMPT_BYTES", 0)
     other, late = tmp_path / "other", trio.Event()
@@ -124,6 +129,7 @@ async def test_another_large_text_is_refused_once_it_has_been_read_through_besid
         return await digests(data)
 
     monkeypatch.setattr(TrainerData, "digests", digests_late)
+    monkeypatch.setattr(RunServices, "has_tokens", property(lambda services: tokens))
     roles = paced(run, tmp_path / "peers")
     async with replica_world(roles, 1, step=1) as world:
         await world.start("candidate", program=roles.program(Candidate, run=with_text(run, other)))
@@ -131,7 +137,14 @@ async def test_another_large_text_is_refused_once_it_has_been_read_through_besid
         assert await world.until(lambda: counted(second) >= 3, within_s=60), roles.story()
         assert not second.refusal
         late.set()
-        assert await world.until(lambda: bool(second.refusal), within_s=60), roles.story()
+        warned = lambda: [e for e in roles.logs["candidate"].recent(200) if e["name"] == "data.differs"]  # noqa: E731
+        assert await world.until(lambda: bool(second.refusal or warned()), within_s=60), roles.story()
+        if not tokens:
+            before = counted(second)
+            assert await world.until(lambda: counted(second) > before, within_s=60), roles.story()
+            assert [str(e["reason"]).startswith("data.path ") for e in warned()] == [True]
+            assert not second.refusal
+            return
     assert second.refusal.startswith("run 'virtual' is on its way with other text: data.path ")
     assert re.search(r"by step \d+ [1-9]\d* microbatches of it had been counted$", second.refusal)
 
@@ -159,6 +172,52 @@ async def test_of_trainers_that_start_in_the_same_second_with_other_texts_one_sa
         (left,) = roles.of(Candidate)
         assert await world.until(lambda: left.status()["step"] > 0, within_s=60), roles.story()
         assert left.refusal == ""
+
+
+async def test_a_large_text_that_is_not_the_one_of_the_run_file_contributes_nothing(
+    tmp_path: Path, autojump_clock: MockClock, run: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text0.txt"
+    run = with_text(run, text, digest=hashlib.sha256(text.read_bytes()).hexdigest())
+    monkeypatch.setattr(corpus_digest, "PROMPT_BYTES", 0)
+    other = tmp_path / "other"
+    other.write_bytes(text.read_bytes()[::-1])
+    digests = TrainerData.digests
+
+    async def digests_late(data: TrainerData) -> dict[str, str]:
+        await trio.sleep(30)
+        return await digests(data)
+
+    monkeypatch.setattr(TrainerData, "digests", digests_late)
+    roles = paced(run, tmp_path / "peers")
+    async with replica_world(roles, 1, step=1) as world:
+        await world.start("candidate", program=roles.program(Candidate, run=with_text(run, other)))
+        second: Candidate = roles.live["candidate"]
+        assert await world.until(lambda: bool(second.refusal), within_s=60), roles.story()
+        assert second.refusal.endswith("in data.digest)")
+        assert counted(second) == 0
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_text_that_strangers_publish_ends_no_trainer_whose_run_file_names_its_text_or_has_other_settings(
+    tmp_path: Path, autojump_clock: MockClock, run: RunFile, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    text = tmp_path / "text0.txt"
+    if named:
+        run = with_text(run, text, digest=hashlib.sha256(text.read_bytes()).hexdigest())
+    stranger = PublishedSettings(shared_text(run) if named else b"of another run file", {"data": "f" * 64})
+
+    async def published(directory: Directory) -> SettingsTold:
+        return SettingsTold(serving=[], training=[stranger, stranger])
+
+    monkeypatch.setattr(Directory, "published_settings", published)
+    roles = paced(run, tmp_path / "peers")
+    async with home_world() as world:
+        await world.start("one", program=roles.program(Candidate))
+        (one,) = roles.of(Candidate)
+        assert await world.until(lambda: bool(one.refusal or counted(one)), within_s=60), roles.story()
+        await trio.sleep(20)  # it looks again meanwhile
+        assert not one.refusal
 
 
 @pytest.mark.parametrize("kind", [Candidate, StageCandidate])

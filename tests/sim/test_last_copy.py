@@ -86,7 +86,7 @@ class StuckDevice(PacedDevice):
     """A device that never copies its state."""
 
     async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
-        cost_s = 1e6 if name == "copy the state" else cost_s
+        cost_s = 1e6 if name == "freeze the state to save it" else cost_s
         return await super().run(job, name=name, cost_s=cost_s, urgent=urgent)
 
 

@@ -1,4 +1,6 @@
-"""A move to another stage takes as long as its state does, however large; what brings nothing is given up."""
+"""A move to another stage takes as long as its state does, however large; what brings nothing is given up. A peer that
+stays says why.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,13 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from peerd.core.errors import Refused
+from peerd.core.keys import Keypair
 from peerd.core.model.stage_memory import StageFootprint
+from peerd.core.run.runfile import PipelineSection, PlanSection
 from peerd.signals import Signal
 from peerd.training.stage.moving import Relocating
+from peerd.training.stage.post import Post
 
 STATE_BYTES = 1_000_000_000  # 8,000 s on a line of 1 Mb/s
 
@@ -56,3 +62,26 @@ async def test_a_state_that_keeps_coming_is_waited_for(
         assert await mover(post)._settle(1) == told
         assert trio.current_time() - began == pytest.approx(takes_s, abs=10.0)
         nursery.cancel_scope.cancel()
+
+
+PEER = Keypair(bytes(32)).peer_id.text
+
+
+@pytest.mark.parametrize(
+    ("stages", "limits", "why"),
+    [
+        ([[PEER], []], [], "the run's plan"),
+        ([[], [PEER]], [], "its user's wish"),
+        ([[PEER], []], [0], "its user's wish"),
+    ],
+    ids=["planned", "planned elsewhere", "pinned"],
+)
+async def test_a_peer_that_stays_names_the_plan_or_its_user(stages: Any, limits: Any, why: str) -> None:
+    post: Any = object.__new__(Post)
+    post.stage, post.moves_to = 0, None
+    plan, pipeline = PlanSection(stages=stages), PipelineSection(stages=2, placement="plan")
+    limits = SimpleNamespace(stages=limits)
+    post._run = SimpleNamespace(plan=plan, pipeline=pipeline, limits=limits)
+    post._ctx = SimpleNamespace(host=SimpleNamespace(id=SimpleNamespace(text=PEER)))
+    with pytest.raises(Refused, match=f"^this peer serves stage 0, by {why}$"):
+        await post.transfer(SimpleNamespace(body=SimpleNamespace(target=1, why=""), peer=None))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import TypeVar, cast
 
 import pytest
 import trio
@@ -17,8 +20,10 @@ from peerd.log import EventLog
 from peerd.role import RoleContext
 from peerd.sim.clock import SimClock
 from peerd.training.trainer_data import LONGEST_RETRY_S, RETRY_S, TrainerData
+from roles.trainer import TrainerRole
 from tests.worlds.machines.workers import InlineWorker
 
+T = TypeVar("T")
 CODE = """
 import os
 
@@ -35,18 +40,31 @@ def shaken(split, seed):
 """
 
 
-def data_of(run: RunFile, folder: Path) -> tuple[TrainerData, EventLog]:
+def data_of(run: RunFile, folder: Path, reader: InlineWorker | None = None) -> tuple[TrainerData, EventLog]:
     log = EventLog(SimClock(1, "trainer"))
     folder.mkdir(exist_ok=True)
     ctx = SimpleNamespace(
         run=run,
-        worker=lambda name: InlineWorker(),
+        worker=lambda name: reader if reader is not None and name == "data" else InlineWorker(),
         read_in_turn=read_at_once,
         data_dir=folder,
         log=log,
         host=SimpleNamespace(id=SimpleNamespace(text="me")),
     )
     return TrainerData(cast(RoleContext, ctx)), log
+
+
+class Reader(InlineWorker):
+    """A worker for one job at a time; jobs that take samples wait while `waits`."""
+
+    def __init__(self) -> None:
+        self.waits, self._turn = False, trio.Lock()
+
+    async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
+        async with self._turn:
+            if self.waits and name == "take samples":
+                await trio.sleep_forever()
+            return await super().run(job, name=name, cost_s=cost_s, urgent=urgent)
 
 
 def run_on(path: str, **data: object) -> RunFile:
@@ -102,3 +120,72 @@ async def test_rows_left_out_are_told_once_and_when_they_have_doubled(
     strict, _ = data_of(run_on(str(tmp_path / "a.jsonl"), kind="jsonl", strict=True), tmp_path / "strict")
     with pytest.raises(ConfigError, match="line 2: expected an object with text under 'text'"):
         await strict.open()
+
+
+def files_of(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(6):
+        (folder / f"{number}.txt").write_text(f"text {number} " * 60)
+    return folder
+
+
+def damage(file: Path) -> None:
+    file.write_bytes(b"PK\x03\x04" + b"x" * 400)  # as if it were a zip archive
+
+
+async def test_the_position_is_saved_while_the_reader_waits_for_a_server(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    reader = Reader()
+    data, _ = data_of(run_on(str(files_of(tmp_path / "texts"))), tmp_path / "peer", reader)
+    await data.open()
+    await data.take()
+    reader.waits = True
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(data.take)
+        await trio.sleep(1)
+        with trio.fail_after(5):
+            await data.save_position()
+        nursery.cancel_scope.cancel()
+    assert json.loads((tmp_path / "peer" / "r-position.json").read_text())["taken"] == 4
+
+
+async def test_a_trainer_that_leaves_says_goodbye_though_the_position_cannot_be_saved(
+    autojump_clock: MockClock,
+) -> None:
+    done: list[str] = []
+
+    async def note(what: str) -> None:
+        done.append(what)
+
+    role = object.__new__(TrainerRole)
+    role.__dict__ |= {
+        "_contributor": SimpleNamespace(hand_in=partial(note, "handed in"), say_goodbye=partial(note, "said goodbye")),
+        "replica": SimpleNamespace(leave=partial(note, "left the stage")),
+        "_data": SimpleNamespace(save_position=trio.sleep_forever),
+    }
+    with trio.fail_after(5):
+        await role.leave()
+    assert done == ["handed in", "left the stage", "said goodbye"]
+
+
+async def test_a_position_in_a_file_that_is_damaged_now_begins_the_text_anew(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    texts = files_of(tmp_path / "texts")
+    one, _ = data_of(run_on(str(texts)), tmp_path / "peer")
+    await one.open()
+    first = bytes((await one.take()).tokens.payload)
+    for _ in range(39):
+        await one.take()
+    await one.save_position()
+    place = json.loads((tmp_path / "peer" / "r-position.json").read_text())["place"]
+    assert one._stream is not None
+    (source,) = one._stream._streams
+    damaged = Path(str(source._documents.files[source._order(place[0])[place[1]]]))
+    damage(damaged)
+    two, log = data_of(run_on(str(texts)), tmp_path / "peer")
+    await two.open()
+    (event,) = [event for event in log.recent(50) if event["name"] == "data.restarted"]
+    assert damaged.name in str(event["reason"])
+    assert bytes((await two.take()).tokens.payload) == first

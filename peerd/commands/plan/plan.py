@@ -108,7 +108,7 @@ def _placeable(path: Path) -> tuple[Path, RunFile, list[StageSize]]:
 def _run(path: Path) -> RunFile:
     from peerd.config import load_run
 
-    return load_run(path).run
+    return load_run(path, with_plan=False).run  # which this command is about to make, or to make anew
 
 
 def _sizes(run: RunFile) -> list[StageSize]:

@@ -121,6 +121,8 @@ def _experts(told: Any, role: Told) -> str:
         phrase += f", {units.count(told['in_flight'])} microbatches on their way"
     if told.get("too_old"):
         phrase += f", {units.count(told['too_old'])} too old for the trunk"
+    if told.get("not_summed"):
+        phrase += f", {units.count(told['not_summed'])} with gradients too large for the trunk"
     again = told.get("began_again")
     if isinstance(again, dict) and again:
         phrase += f", {units.count(sum(again.values()))} begun again"

@@ -106,7 +106,10 @@ class Interrupted(Exception):
 
 
 def takes_long(run: RunFile, digests: FileDigests) -> bool:
-    """True if more than PROMPT_BYTES of the run's text must be read for its digests."""
+    """True if more than PROMPT_BYTES of the run's text must be read for digests, and the run file names none of them.
+
+    Text with a digest in the run file is read through first: nothing is contributed from another one.
+    """
     digests.open()
     unread = 0
     for key, source in sources_of(run.data):
@@ -116,6 +119,8 @@ def takes_long(run: RunFile, digests: FileDigests) -> bool:
             and source.path != "stdlib"
             and not is_remote(source.path)
         ):
+            if source.digest:
+                return False
             try:
                 files = [file for file in find_files(source.path, key).values() if not digests.knows(file)]
                 unread += sum(file.stat().st_size for file in files)

@@ -32,14 +32,14 @@ class FetchEnded(Exception):
 class FileFetch:
     """State of one fetch. The thread tells it the file that it writes and how much of it may be read."""
 
-    def __init__(self, size: int, *, is_ahead: bool) -> None:
-        """`is_ahead`: nobody reads the file yet."""
+    def __init__(self, size: int, changed: threading.Condition, *, is_ahead: bool) -> None:
+        """`changed`: one for all fetches that wait for each other. `is_ahead`: nobody reads the file yet."""
         self.size, self.is_ahead = size, is_ahead
         self._path: Path | None = None
         self._checked = 0
         self._result: outcome.Outcome[None] | None = None
         self._ended = False
-        self._changed = threading.Condition()
+        self._changed = changed
         self._thread: threading.Thread | None = None
 
     def start(self, job: Callable[[FileFetch], None]) -> None:
@@ -84,18 +84,21 @@ class FileFetch:
         return self._result is not None
 
     def end(self) -> None:
-        """End the fetch at its next bytes."""
-        self._ended = True
+        """End the fetch at its next bytes, or at once while it waits for another one."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
     def wait(self) -> None:
         """Wait until it is over; raises what the fetch raised."""
         self.wait_over()
         self._raise()
 
-    def wait_over(self) -> None:
-        """Wait until it is over, however it ends."""
+    def wait_over(self, within_s: float | None = None, unless: FileFetch | None = None) -> None:
+        """Wait until it is over, however it ends; or until the fetch `unless`, which waits for it, is to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._result is not None)
+            over = lambda: self._result is not None or (unless is not None and unless._ended)  # noqa: E731
+            self._changed.wait_for(over, within_s)
 
     def wait_beyond(self, at: int) -> int:
         """Wait until more than `at` bytes may be read; returns how many. Raises what the fetch raised before."""

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from peerd.core.run.runfile import SourceSection
 
 CACHE_BYTES: Final = 10 << 30
 ABANDONED_S: Final = 3600.0  # a half-fetched file that nobody wrote to for so long has no owner any more
+_LAST_BYTES_S: Final = 5.0  # for the server of a fetch that is ended to send something
 _TRIES: Final = 5  # to open what other processes may take away
 
 
@@ -56,6 +58,7 @@ class Cache:
         self.folder, self.most_bytes = folder, most_bytes
         self.downloader = downloader or Downloader()
         self._fetches: dict[str, FileFetch] = {}  # by SHA-256
+        self._changed = threading.Condition()  # of all fetches
         self._read: dict[str, str] = {}  # key of a source -> SHA-256 of the file that was opened last
 
     def open(self, url: str, file: IndexedFile, key: str) -> BinaryIO:
@@ -117,7 +120,7 @@ class Cache:
 
     def _start(self, url: str, file: IndexedFile, *, is_ahead: bool) -> FileFetch:
         others = self._others(None)
-        fetch = self._fetches[file.sha256] = FileFetch(file.bytes, is_ahead=is_ahead)
+        fetch = self._fetches[file.sha256] = FileFetch(file.bytes, self._changed, is_ahead=is_ahead)
         if is_ahead:
             fetch.start(lambda fetch: self._run_ahead(url, file, fetch, others))
         else:
@@ -127,8 +130,8 @@ class Cache:
     def _run_ahead(self, url: str, file: IndexedFile, fetch: FileFetch, others: list[FileFetch]) -> None:
         """A fetch ahead, in its thread."""
         for other in others:
-            other.wait_over()
-        fetch.checked(0)
+            other.wait_over(unless=fetch)
+            fetch.checked(0)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             fits = self._room_for(file.bytes, self._others(fetch), set(self._read.values()))
@@ -162,9 +165,12 @@ class Cache:
         self._fetches = {digest: fetch for digest, fetch in self._fetches.items() if not fetch.is_over}
 
     def _end_those_ahead(self) -> None:
-        for fetch in [fetch for fetch in self._fetches.values() if fetch.is_ahead]:
+        """End them for their room; one whose server sends nothing is not waited for, and frees its room later."""
+        ended = {digest: fetch for digest, fetch in self._fetches.items() if fetch.is_ahead}
+        for fetch in ended.values():
             fetch.end()
-            fetch.wait_over()
+            fetch.wait_over(_LAST_BYTES_S)
+        self._fetches = {digest: fetch for digest, fetch in self._fetches.items() if digest not in ended}
         self._clear()
 
     def _room_for(self, wanted_bytes: int, beside: Iterable[FileFetch], spared: Collection[str] = ()) -> bool:

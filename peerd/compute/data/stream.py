@@ -137,7 +137,8 @@ class SampleStream:
     def resume(self, position: Mapping[str, Any]) -> None:
         """Go on from a `position()` of a stream with the same files and settings.
 
-        ConfigError for anything else, before anything is changed.
+        ConfigError for anything else, before anything is changed. A ConfigError for a fault in the text that is read
+        leaves a stream of no use.
         """
         drawn, places = self._parsed(position)
         if not all(stream.has(place) for stream, place in zip(self._streams, places, strict=True)) or min(drawn) < 0:

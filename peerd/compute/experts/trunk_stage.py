@@ -52,14 +52,19 @@ class TrunkStage(ServedStage):
     def land_next(self, step: int, mb: Mb, queue: LandingQueue) -> LandedFlights | None:
         """Take the next gradients of `queue` as microbatch `mb` of `step`, and add their mean to its sum, once.
 
-        Returns None if none wait that are young enough.
+        Returns None if none wait that are young enough. ValueError for gradients that cannot be summed, which are
+        dropped.
         """
         self._under_way(step)
         if mb in self._held:
             return LandedFlights({}, self.trunk.step, self.trunk.loads, 0, 0.0)
         landed = queue.take(self.trunk.loads, step - self.trunk.most_stale)
         if landed is not None:
-            self.trunk.add(landed.gradients, 0, 1.0 / landed.flights)
+            try:
+                self.trunk.add(landed.gradients, 0, 1.0 / landed.flights)
+            except ValueError:
+                queue.unusable += landed.flights
+                raise
             self._note(self._held, mb, landed.oldest)
         return landed
 

@@ -3,8 +3,9 @@
 It travels behind the gradients, so the mean of a batch says what a plain torch process would know: a parameter that no
 loss of the batch depends on keeps no gradient, and microbatches of fewer samples weigh less. Both are counts: of peers
 for each parameter, and of samples. Codes with a scale for each block of values have zeros in between, as wide as a
-block, so no gradient shares a block with a count. Knows tensors, no microbatches. Hostile input: totals are checked to
-be finite by the caller; a count beyond its range is cut.
+block, so no gradient shares a block with a count, and the samples share one with nothing: the largest value of a block
+is coded without a loss. Knows tensors, no microbatches. Hostile input: totals are checked to be finite by the caller; a
+count beyond its range is cut.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class BatchTail:
         """`microbatch`: samples of a whole one. `steps`: number of sums."""
         self._microbatch, self._dtype = microbatch, dtype
         gap = (averaging.block or BLOCKS[-1]) if averaging.code in CODES else 0
-        self.shapes = {"tail/gap": torch.Size([gap])} if gap else {}
-        self.shapes |= {"tail/present": torch.Size([parameters]), "tail/short": torch.Size([1])}
-        self._gap = gap
+        sizes = {"tail/gap": gap, "tail/present": parameters, "tail/second gap": gap, "tail/short": 1}
+        self.shapes = {name: torch.Size([size]) for name, size in sizes.items() if size or name == "tail/present"}
+        self._gap = [0.0] * gap
         self._present = [[False] * parameters for _ in range(steps)]
         self._short = [0] * steps
 
@@ -45,13 +46,14 @@ class BatchTail:
 
     def part(self) -> np.ndarray[Any, np.dtype[Any]]:
         """This peer's part of the sum of the step under way; samples are in units of a microbatch."""
-        values = [*[0.0] * self._gap, *map(float, self._present[0]), self._short[0] / self._microbatch]
+        short = self._short[0] / self._microbatch
+        values = [*self._gap, *map(float, self._present[0]), *self._gap, short]
         part: np.ndarray[Any, np.dtype[Any]] = torch.tensor(values, dtype=self._dtype).numpy()
         return part
 
     def read(self, totals: Sequence[Tensor], samples: int) -> tuple[list[bool], int]:
         """Which parameters had a gradient on any peer, and the number of samples, of `samples` at most, 1 at least."""
-        present, short = totals[-2:]
+        present, short = totals[-3 if self._gap else -2], totals[-1]
         lacking = round(float(short) * self._microbatch)
         return [count > _PRESENT for count in present.tolist()], min(samples, max(1, samples - lacking))
 

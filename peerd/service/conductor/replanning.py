@@ -2,9 +2,9 @@
 
 For runs with `pipeline.placement: network`. A plan is made when members have come or gone, when more pairs are measured
 than when it was planned, or when a step of the placement that is there would take clearly longer or shorter;
-never twice in a short time. It is searched on a worker, from what is there, with the cost of moves
-(`machine/placement/replan`); the conductor's machine orders what it finds as far as it harms nobody. Too many peers for
-a plan: loads alone decide.
+never twice in a short time. Posts that rest, or are believed to do nothing, are left out. A plan is searched on a
+worker, from what is there, with the cost of moves (`machine/placement/replan`); the conductor's machine orders what it
+finds as far as it harms nobody. Too many peers for a plan: loads alone decide.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Replanning:
             tenure = self._driver.tenure
             if tenure is None:
                 continue
-            loads = tenure.machine.rebalancing.loads
+            loads = _of_work(tenure.machine.rebalancing.loads)
             if loads and len(loads) <= PLANNED and trio.current_time() - self._planned_at >= _PAUSE_S:
                 await self._plan_if_changed(tenure, loads)
 
@@ -114,3 +114,8 @@ class Replanning:
             self._microbatches,
         )
         return problem, steady_s(problem, stage_of), known
+
+
+def _of_work(loads: Sequence[PeerLoad]) -> Sequence[PeerLoad]:
+    """The loads of posts that do work; all of them while no rate is known, when the network alone counts."""
+    return [load for load in loads if load.rate] or loads

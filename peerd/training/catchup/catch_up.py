@@ -13,6 +13,7 @@ they were thought to be at, and by a root that most donors vouch for. A hostile 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from peerd.compute.frozen_state import FrozenState
 from peerd.compute.model.footprint import spare_bytes
-from peerd.compute.model.served_stage import Model
-from peerd.core.errors import PeerdError, RemoteError
+from peerd.compute.model.served_stage import Model, Stale
+from peerd.core.errors import NoMemory, PeerdError, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.state import StateRequest, TensorSpec
 from peerd.core.messages.swarm import MemberInfo, Position
@@ -101,6 +102,10 @@ class Elsewhere(PeerdError):
     """The member is at another position than expected: another task has moved it meanwhile."""
 
 
+# Errors that end one attempt, not the role: after NoMemory in the middle of a change `PostState.run` raises.
+_FAILED = (RemoteError, ValueError, Elsewhere, Stale, NoMemory)
+
+
 class CatchingUp:
     """One member's downloads, and the state and totals that it gives. Serves nothing before `offer`."""
 
@@ -176,9 +181,12 @@ class CatchingUp:
 
     @property
     def _totals_are_wanted(self) -> bool:
-        """True while a stage-mate is behind, or somebody fetches our state: the totals of our steps are for them."""
-        behind = any(mate.stage == self._stage and not mate.ready for mate in self._reports.members)
-        return behind or self._snapshots.giving.in_use
+        """True while a stage-mate is behind, or somebody fetches our state: the totals of our steps are for them.
+
+        Helpers and members that rest are never ready, and make no steps.
+        """
+        makes_steps = [m for m in self._reports.members if m.stage == self._stage and m.since and not m.rests]
+        return self._snapshots.giving.in_use or not all(mate.ready for mate in makes_steps)
 
     async def _outline(self) -> list[TensorSpec]:
         return await self._joiner.work(self._joiner.model.outline, "outline the state")
@@ -270,11 +278,12 @@ class CatchingUp:
             late_bytes = (goal.step - begun.step) * self._joiner.model.vector_outline().nbytes
             if 0 < late_bytes <= sum(spec.nbytes for spec in expected):
                 self._awaited = f"the steps up to {goal.step} from a stage-mate"
-                await self._along_a_trail(self._from_here)
+                with suppress(Stale):  # the parameters are of another step than thought: a whole state mends that
+                    await self._along_a_trail(self._from_here)
             if self._joiner.position not in (goal, self._goal):
                 self._awaited = f"the state of step {goal.step} from a stage-mate"
                 await self._along_a_trail(partial(self._from_a_state, expected))
-        except (RemoteError, ValueError, Elsewhere) as error:
+        except _FAILED as error:
             self._note_failure(error)
         return self._joiner.position != begun
 
@@ -307,7 +316,7 @@ class CatchingUp:
                 nursery.start_soon(trail.lay)
                 try:
                     await self._walk(await start(trail), trail)
-                except (RemoteError, ValueError, Elsewhere) as error:
+                except _FAILED as error:
                     failure = error  # not in a group
                 nursery.cancel_scope.cancel()
         finally:

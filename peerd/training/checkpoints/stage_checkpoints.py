@@ -193,6 +193,9 @@ class Saving:
         state, manifest = await self._files.run(lambda: checkpoints.load(position.step), name="read a checkpoint")
         if _position(manifest) != position:
             raise ConfigError(f"the checkpoint of step {position.step} in {self.directory} is of another branch")
+        if (held := state.get("step")) is not None and int(held) != position.step:
+            wrong = f"the checkpoint of step {position.step} in {self.directory} holds the state of step {int(held)}"
+            raise ConfigError(f"{wrong}; delete step-{position.step:08d}.json to go on without it")
         return dict(state)
 
     def _of_stage(self, stage: int) -> Path:

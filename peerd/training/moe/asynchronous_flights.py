@@ -111,7 +111,8 @@ class AsynchronousFlights(ExpertFlights):
         """Queue the gradients of a flight for a place in a batch."""
         if self._queue is None:
             self._queue = LandingQueue(min(self._batch, self._gradients_in_memory()))
-        await self._work(partial(self._queue.add, flight), "add gradients")
+        queue, stage = self._queue, self._post.state.trunk
+        await self._work(lambda: queue.add(flight, stage.trunk.loads), "add gradients")
         self.counts.samples += self._run.pipeline.microbatch
 
     def offer(self, waiting: list[Load], opened: int) -> None:
@@ -158,7 +159,8 @@ class AsynchronousFlights(ExpertFlights):
             except Stale:
                 continue  # the trunk has made a step meanwhile
             except ValueError as error:
-                self.counts.failed(error)
+                self.counts.cannot_be_summed(self._queue.unusable, error)
+                self._queue.unusable = 0
                 continue
             self.counts.too_old(self._queue.too_old)
             self._queue.too_old = 0

@@ -2,9 +2,9 @@
 
 For role `trainer` it stands where the pipeline of a run without experts does. Each microbatch is a trio task: its
 segments are jobs on the device's worker, in between it waits for experts. Nothing of it is in the sum before all of it
-has come back. One that got too few answers begins again from its text, after a pause that grows, and says so; so does
-one whose parameters are gone. Experts that it has reached by then have learnt from it: that is their affair, no step
-waits for it and no step takes it back.
+has come back. One that got too few answers, or no memory, begins again from its text, after a pause that grows, and
+says so; so does one whose parameters are gone. Experts that it has reached by then have learnt from it: that is their
+affair, no step waits for it and no step takes it back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peerd.compute.experts.era import TooOld
 from peerd.compute.experts.flight import Flight, Scores
 from peerd.compute.model.served_stage import Stale
 from peerd.compute.model.stage_module import ResultNotFinite
-from peerd.core.errors import RemoteError
+from peerd.core.errors import NoMemory, RemoteError
 from peerd.core.experts.contract import ExpertAsk, ExpertNetwork, ExpertReply
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import Mb, MemberInfo
@@ -149,7 +149,7 @@ class ExpertFlights:
                 if drops and isinstance(error, TooOld):
                     raise
                 self.counts.stale_flights += 1
-            except (RemoteError, ValueError, NotFinite) as error:
+            except (RemoteError, ValueError, NotFinite, NoMemory) as error:
                 failures += 1
                 own = isinstance(error, ResultNotFinite | NotFinite)  # not an expert's: their answers are checked
                 not_finite = not_finite + 1 if own else 0

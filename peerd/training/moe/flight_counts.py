@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from peerd.core.clock import Clock
-from peerd.core.errors import RemoteError, TooFewExperts
+from peerd.core.errors import NoMemory, RemoteError, TooFewExperts
 from peerd.core.experts.contract import ExpertReply
 from peerd.log import EventLog
 
@@ -30,7 +30,8 @@ class FlightCounts:
         self.not_usable = 0  # replies of wrong shape, or not finite
         self._stale_sum, self._stale_most = 0, 0
         self.samples = 0  # of microbatches that came back to an asynchronous trunk, since `samples_since`
-        self._dropped = 0  # microbatches whose parameters were too old for the trunk
+        self._dropped = 0  # microbatches whose parameters were too old for the trunk,
+        self._not_summed = 0  # or whose gradients could not be summed
         self._counted = 0  # places in batches of an asynchronous trunk,
         self._behind_sum, self._behind_most = 0, 0  # and steps that the oldest parameters in each were behind
         self.problem: str | None = None
@@ -44,6 +45,8 @@ class FlightCounts:
             if isinstance(error, TooFewExperts)
             else "network"
             if isinstance(error, RemoteError)
+            else "no_memory"
+            if isinstance(error, NoMemory)
             else "not_finite"
         )
         self.began_again[kind] += 1
@@ -85,7 +88,13 @@ class FlightCounts:
         """Microbatches are dropped: the trunk has made too many steps since they began."""
         self._dropped += microbatches
         if microbatches:
-            self._say("flight.too_old", "the trunk made more than optimizer.most_stale steps since it began: dropped")
+            why = "made more than optimizer.most_stale steps, or took over another state,"
+            self._say("flight.too_old", f"the trunk {why} since it began: dropped")
+
+    def cannot_be_summed(self, microbatches: int, error: Exception) -> None:
+        """Microbatches that share a place are dropped: the trunk's sum does not take their gradients."""
+        self._not_summed += microbatches
+        self._say("flight.not_summed", f"{microbatches} microbatches are dropped: {error}")
 
     def counted(self, behind: int) -> None:
         """A place in the trunk's batch is taken, with gradients of parameters that are `behind` steps old at most."""
@@ -110,6 +119,7 @@ class FlightCounts:
             "not_usable": self.not_usable,
             "staleness": {"mean": self._stale_sum / self.updates if self.updates else 0.0, "most": self._stale_most},
             "too_old": self._dropped,
+            "not_summed": self._not_summed,
             "trunk_staleness": {
                 "mean": self._behind_sum / self._counted if self._counted else 0.0,
                 "most": self._behind_most,

@@ -27,6 +27,7 @@ from peerd.core.messages.progress import StageProgress
 from peerd.core.messages.proof import receipt
 from peerd.core.messages.swarm import Mb, MemberAnswer, MemberInfo, Position, PostLoad, Receipt, Relocate
 from peerd.core.run.runfile import RunFile
+from peerd.core.run.stage_plan import planned_stage
 from peerd.role import RoleContext
 from peerd.service.pipeline.stage_calls import StageHandlers
 from peerd.service.rpc.rpc import Answer, Incoming
@@ -178,7 +179,9 @@ class Post:
         if not body.target < self._run.pipeline.stages:
             raise ProtocolViolation(f"the run has no stage {body.target}", call.peer)
         if self.moves_to is None or body.target == self.stage:
-            raise Refused(f"this peer serves stage {self.stage}, by its user's wish")
+            planned = planned_stage(self._run, self._ctx.host.id.text) == self.stage and not self._run.limits.stages
+            why = "the run's plan" if planned else "its user's wish"
+            raise Refused(f"this peer serves stage {self.stage}, by {why}")
         self.moves_to(body.target, "".join(char if char.isprintable() else "?" for char in body.why))
         return Answer(Empty())
 
@@ -203,7 +206,7 @@ class Post:
         return True
 
     async def _write_last(self) -> None:
-        """Write the state that the post leaves with; where others have it, a slow disk is not waited for.
+        """Write the state that the post leaves with; where others have it, nothing slow is waited for.
 
         The last two holders of a state may leave at the same time, so the conductor is asked who is left after our
         goodbye. It ends in time though the device or the disk may hang.
@@ -217,8 +220,8 @@ class Post:
                 patience_s = _LEAVE_PATIENCE_S if self.unsaved is None else disk_s
                 if self.unsaved is not None:
                     await self._services.directory.withdraw(self.stage)  # nobody should count on us meanwhile
-                await self.state.save()
                 with trio.move_on_after(patience_s):
+                    await self.state.save()
                     await self.saving.written()
         finally:
             self.saving.give_up()

@@ -241,12 +241,16 @@ class PostState:
         return self._own is None or self._own.saves
 
     async def save_if_due(self) -> None:
-        """Save if the run file wants a checkpoint of this step."""
+        """Save if the run file wants a checkpoint of this step. For a caller that holds `moving`."""
         if self._saving.due(self.position.step):
-            await self.save()
+            await self._save()
 
     async def save(self) -> None:
-        """Freeze the state and queue it for the disk: training does not wait for the write."""
+        """Freeze the state, once a step under way is done, and queue it for the disk, which is not waited for."""
+        async with self.moving:  # else the parameters may be a step ahead of the position
+            await self._save()
+
+    async def _save(self) -> None:
         position = self.position
         if not self.keeps_checkpoints or not position.step or self._saving.has(position):
             return

@@ -148,6 +148,19 @@ def test_stages_of_a_run_are_placed_by_their_own_sizes(
     assert "3 stages, 10 microbatches a step" in words
 
 
+def test_a_plan_that_the_run_obeys_is_made_though_it_is_missing_or_of_other_stages(
+    links: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, placement = tmp_path / "run.yaml", tmp_path / "placement.yaml"
+    for stages in (2, 3):  # at first there is none, then it is of two stages
+        run.write_text(
+            f"run: r\nmodel: {{layers: 6}}\npipeline: {{stages: {stages}, placement: plan, plan: {placement}}}\n"
+        )
+        told(capsys, links, "--model", run, *QUICK, "--out", placement)
+        assert len(yaml.safe_load(placement.read_text())["stages"]) == stages
+        told(capsys, "--model", run)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

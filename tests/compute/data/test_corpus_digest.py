@@ -153,5 +153,7 @@ def test_text_that_is_not_remembered_and_large_takes_long(tmp_path: Path, monkey
     assert not corpus_digest.takes_long(run, FileDigests(memory))
     monkeypatch.setattr(corpus_digest, "PROMPT_BYTES", len(TEXT) - 1)
     assert corpus_digest.takes_long(run, FileDigests(memory))
+    named = RunFile(run="r", data=DataSection(path=str(folder), digest="ab" * 32))
+    assert not corpus_digest.takes_long(named, FileDigests(memory)), "another text is refused before it contributes"
     digests_of(folder, memory)
     assert not corpus_digest.takes_long(run, FileDigests(memory))

@@ -161,6 +161,31 @@ def test_a_fetch_that_nobody_wants_any_more_ends_and_leaves_nothing(web: WebServ
     assert not list(cache.folder.iterdir())
 
 
+def test_a_file_that_is_wanted_now_waits_for_none_that_was_to_be_fetched_ahead(web: WebServer) -> None:
+    web.faults["a"].append("hold 150")
+    cache = cache_of(web, 2 * SIZE)
+    files = remote_files(SourceSection(path=web.url()), "data", cache)
+    with files["a"].open() as read:
+        assert read.read(PIECE) == (web.folder / "a").read_bytes()[:PIECE]
+        files["b"].fetch_ahead()  # which waits for the end of `a`
+        found: list[bytes] = []
+
+        def read_now() -> None:
+            with files["c"].open() as now:
+                found.append(now.read())
+
+        reader = threading.Thread(target=read_now)
+        reader.start()
+        reader.join(10.0)
+        waits = reader.is_alive()
+        web.released.set()
+        reader.join()
+    settled()
+    assert not waits
+    assert found == [(web.folder / "c").read_bytes()]
+    assert sorted(path for path, _ in asked(web)) == ["a", "c"]
+
+
 def test_an_index_without_pieces_serves_and_its_files_are_read_once_they_are_complete(
     web: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

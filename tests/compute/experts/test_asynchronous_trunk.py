@@ -100,8 +100,58 @@ def landed(stage: TrunkStage, network: NearExperts, count: int, queue: LandingQu
         flight = stage.free_flight(*text(seed))
         gradients(stage, network, flight)
         found.append({i: one.clone() for i, one in flight.gradients.items()})
-        queue.add(flight)
+        queue.add(flight, stage.trunk.loads)
     return found
+
+
+def flights(stage: TrunkStage, count: int, size: float = 1.0) -> list[Flight]:
+    """Flights that began now, and have come back with gradients of that size."""
+    made = [stage.free_flight(*text(seed)) for seed in range(count)]
+    for flight in made:
+        parameters = enumerate(stage.trunk._parameters)
+        flight.gradients = {i: torch.full_like(parameter, size) for i, parameter in parameters}
+    return made
+
+
+def test_an_old_microbatch_makes_no_younger_ones_too_old() -> None:
+    stage, queue = TrunkStage(asynchronous(most_stale=2), "cpu"), LandingQueue(2)
+    (old,) = flights(stage, 1)
+    step(stage)
+    step(stage)
+    young = flights(stage, 4)
+    for flight in (*young[:2], old, *young[2:]):
+        queue.add(flight, stage.trunk.loads)
+    first = stage.land_next(2, Mb("me", 1), queue)
+    assert first is not None
+    assert (first.flights, first.oldest) == (2, 0)  # the old one is in the place that is taken next
+    step(stage)
+    second = stage.land_next(3, Mb("me", 2), queue)
+    assert second is not None
+    assert (second.flights, second.oldest) == (3, 2)
+    assert queue.too_old == 0
+
+
+def test_a_microbatch_of_a_state_before_is_refused_and_those_of_the_state_of_now_stay() -> None:
+    stage, queue = TrunkStage(asynchronous(), "cpu"), LandingQueue(8)
+    before = flights(stage, 2)
+    queue.add(before[0], stage.trunk.loads)
+    stage.load(stage.state())
+    for flight in flights(stage, 2):
+        queue.add(flight, stage.trunk.loads)
+    queue.add(before[1], stage.trunk.loads)
+    assert len(queue) == 2
+    assert queue.too_old == 2
+    assert stage.land_next(0, Mb("me", 1), queue) is not None
+
+
+def test_gradients_that_cannot_be_summed_are_counted_as_dropped() -> None:
+    stage, queue = TrunkStage(asynchronous(), "cpu"), LandingQueue(1)
+    for flight in flights(stage, 3, size=1e38):
+        queue.add(flight, stage.trunk.loads)
+    with pytest.raises(ValueError, match="has values above"):
+        stage.land_next(0, Mb("me", 1), queue)
+    assert queue.unusable == 3
+    assert stage.held == []
 
 
 def test_microbatches_that_share_a_place_count_with_their_mean() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from peerd.compute.codec.frames import CodingPlan, decode, encode
 from peerd.compute.model.user_model import UserModel
+from peerd.core.blockwise import CODES
 from peerd.core.errors import ConfigError
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import AveragingSection
@@ -71,6 +72,26 @@ def test_no_code_loses_a_parameter_or_brings_one_that_had_no_gradient(code: str)
     moved = [not torch.equal(p.detach(), torch.ones(7)) for p in many]
     assert moved == [gradient is not None for gradient in gradients]
     assert float(many[1].detach()[0]) == pytest.approx(1 - 1e-6, abs=2e-7)
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_no_code_changes_the_number_of_samples_in_a_batch(code: str) -> None:
+    """Three peers whose microbatches are short, the last one of many; parts and their sum travel coded."""
+    averaging, plan = AveragingSection(code=code), CodingPlan(code, 0)  # type: ignore[arg-type]
+
+    def coded(vector: Tensor) -> Tensor:
+        return decode(encode(vector, plan), name="a sum")
+
+    models = []
+    for samples in (1, 27, 5):
+        model = UserModel(torch.optim.SGD([nn.Parameter(torch.ones(7))], lr=1.0), averaging=averaging, microbatch=32)
+        for seq in range(7 if samples == 5 else 1):
+            model.add(0, Mb("a", seq), [torch.full((7,), 1e-6)], samples)
+        models.append(model)
+    whole = coded(sum(coded(torch.from_numpy(model.vector())) for model in models))  # type: ignore[arg-type]
+    tail = models[0]._tail
+    views = models[0]._total.views(whole)
+    assert tail.read(views, 9 * 32) == ([True], 1 + 27 + 7 * 5)
 
 
 def test_microbatches_of_fewer_samples_weigh_less() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from roles.stage import StageRole
 from roles.trainer import TrainerRole
 from tests.worlds.network.world import home_world
 from tests.worlds.roles.expert_network import NearExperts
-from tests.worlds.roles.virtualroles import Roles, virtual_run
+from tests.worlds.roles.virtualroles import PacedDevice, Roles, virtual_run
 
 pytestmark = pytest.mark.slow
 
@@ -191,6 +192,25 @@ async def test_a_microbatch_without_enough_answers_begins_again_and_says_so(
         assert "too few" not in str(told(roles)["waits_for"])
         counts = told(roles)["microbatches"]
         assert counts["lost"] == 0
+
+
+@pytest.mark.parametrize("trunk", ["synchronous", "asynchronous"])
+async def test_a_microbatch_that_finds_no_memory_begins_again_and_its_trainer_goes_on(
+    tmp_path: Path, autojump_clock: MockClock, trunk: Any
+) -> None:
+    run = run_with(tmp_path, optimizer=OptimizerSection(name="adamw", lr=1e-2, trunk=trunk))
+    roles, network = Roles(run, tmp_path, partial(PacedDevice, 0.01)), NearExperts(run, delay_s=0.2)
+    async with home_world() as world:
+        await start(world, roles, network, 1)
+        assert await world.until(lambda: told(roles)["step"] >= 1, within_s=60), roles.story()
+        device: Any = roles.devices["trainer0"]
+        fails = ["begin a flight", "forward", "backward"] * 2
+        device.fails = lambda name: "before" if name in fails and not fails.remove(name) else ""  # type: ignore[func-returns-value]
+        again = lambda: told(roles)["experts"]["began_again"].get("no_memory", 0)  # noqa: E731
+        assert await world.until(lambda: again() == 6, within_s=60), roles.story()
+        step = told(roles)["step"]
+        assert await world.until(lambda: told(roles)["step"] >= step + 2, within_s=60), roles.story()
+        assert not [event for event in roles.logs["trainer0"].recent(200) if event["name"] == "role.failed"]
 
 
 @pytest.mark.parametrize(
