@@ -38,6 +38,8 @@ _LOOKS_AT = {
     "averaging.rank": ("averaging.code",),
     "optimizer.decay": ("optimizer.total_steps", "optimizer.warmup_steps"),
     "limits.stage": ("pipeline.stages",),
+    "limits.offload": ("experts", "model.kind"),
+    "limits.recompute": ("limits.offload",),
 }
 
 

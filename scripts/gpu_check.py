@@ -1,4 +1,4 @@
-"""A check of one GPU: codes, copies beside computing, exactness of a swarm on it, and its speed and memory.
+"""A check of one GPU: codes, copies beside computing, offload, exactness of a swarm on it, and its speed and memory.
 
     python scripts/gpu_check.py                     all of it on the first CUDA device, in some eight minutes at most
     python scripts/gpu_check.py --device cpu        the same on the CPU, with a small model
@@ -6,14 +6,17 @@
     python scripts/gpu_check.py --json              the report as one JSON object on the last line
 
 Two stages of two replicas, all processes of their own on one device, train in float64 and in float32; their parameters
-are compared with plain torch's on the same device. Speed and memory are those of two stages beside plain torch with
-the same model and batch. The exit code is 1 where something is wrong; speed and memory are figures, and fail nothing.
+are compared with plain torch's on the same device. A stage with `limits.offload` has to compute what one without it
+computes, bit for bit in float64, and to take less of the device's memory. Speed and memory are those of two stages
+beside plain torch with the same model and batch. The exit code is 1 where something is wrong; speed and memory are
+figures, and fail nothing.
 It needs peerd installed (`pip install --no-deps -e .` beside a torch that is there) and Linux.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -27,12 +30,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
+from unittest.mock import patch
 
 if __package__ in (None, ""):  # run as a script: this repository is beside it, not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import itertools
 
+import msgspec
 import torch
 import yaml
 from torch.nn.functional import cross_entropy
@@ -40,15 +45,18 @@ from torch.nn.functional import cross_entropy
 from peerd.compute.codec import frames
 from peerd.compute.codec.policy import CodingPlan
 from peerd.compute.kernels import ops, reference
+from peerd.compute.model.footprint import footprint
 from peerd.compute.model.partition import whole_model
+from peerd.compute.model.stage_module import StageModule
 from peerd.core.blockwise import CODES
 from peerd.core.decoders import convert
 from peerd.core.model.model_size import stage_sizes
-from peerd.core.run.runfile import RunFile
+from peerd.core.run.runfile import LimitsSection, RunFile
 from scripts.alike import CONTEXT, difference, write_text
 from scripts.peerd_process import PeerdProcess
 from scripts.waiting import eventually
 
+PARTS: Final = ("codes", "copies", "offload", "exact", "speed")
 MOST_S: Final = 480.0  # for everything
 STAGES: Final = 2
 REPLICAS: Final = 2
@@ -181,6 +189,74 @@ def copies(device: torch.device) -> dict[str, Any]:
     return {"wrong": wrong}
 
 
+# --- parameters in the machine's memory ---------------------------------------------------------------------------
+
+
+def offload(device: torch.device) -> dict[str, Any]:
+    """Both stages with `limits.offload` beside the same without it: what differs, peak memory, time of a backward."""
+    size = MODELS[device.type if device.type in MODELS else "cuda"]
+    sgd = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "offload": True}  # a small difference stays one
+    wrong, figures = [], {}
+    for dtype, most in EXACT.items():
+        run = convert(run_file(Path(), size | {"dtype": dtype}, optimizer=sgd), RunFile)
+        for stage in range(STAGES):
+            near, far = (one_stage(run, stage, device, limits) for limits in ({"recompute": True}, {"offload": True}))
+            apart = [relative(near.results[name], value) for name, value in far.results.items()]
+            if max(apart) > (0.0 if dtype == "float64" else most):
+                wrong.append(f"stage {stage} in {dtype}: {max(apart):.1e} apart")
+            if near.peak_bytes and far.peak_bytes > near.peak_bytes:
+                wrong.append(f"stage {stage} in {dtype}: {far.peak_bytes} bytes at most, {near.peak_bytes} without it")
+            figures[f"stage {stage} {dtype}"] = {
+                "peak_bytes": [far.peak_bytes, near.peak_bytes],
+                "foretold_bytes": far.foretold_bytes,
+                "backward_s": [far.backward_s, near.backward_s],
+            }
+    return {"wrong": wrong, "with_and_without": figures}
+
+
+@dataclass
+class StageAlone:
+    """What one stage computed, and what it took."""
+
+    results: dict[str, torch.Tensor]
+    peak_bytes: int  # on a GPU; else 0
+    foretold_bytes: int
+    backward_s: float
+
+
+def one_stage(run: RunFile, stage: int, device: torch.device, limits: dict[str, Any]) -> StageAlone:
+    """Some microbatches and a step of one stage. On the CPU, too, a stage with `limits.offload` copies its layers."""
+    cuda = device.type == "cuda"
+    run = msgspec.structs.replace(run, limits=convert(limits, LimitsSection))
+    gc.collect()  # the stage before this one
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    with patch("peerd.compute.model.offload.has_own_memory", return_value=True):
+        module = StageModule(run, stage, str(device))
+    if run.limits.recompute:
+        module.recompute()
+    numbers, samples = torch.Generator().manual_seed(stage), (run.pipeline.microbatch, run.model.context)
+    times = []
+    for _ in range(WARM_STEPS):
+        tokens = torch.randint(VOCAB, samples, generator=numbers)
+        x, gradient = (torch.randn(*samples, run.model.d_model, generator=numbers, dtype=module.dtype) for _ in "xy")
+        began = time.perf_counter()
+        module.backward(tokens if module.first else x, tokens if module.last else gradient)
+        module.settle()
+        times.append(time.perf_counter() - began)
+    results = {"the sum of gradients": module.gradient().cpu().clone()}
+    module.apply(results["the sum of gradients"], WARM_STEPS * run.pipeline.microbatch)
+    peak = torch.cuda.max_memory_allocated(device) - before if cuda else 0
+    return StageAlone(results | module.state(), peak, footprint(run, stage).on("cuda")[0], median(times))
+
+
+def relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference, as a share of the largest value."""
+    largest = float(one.abs().max())
+    return float((one - other).abs().max()) / largest if largest else float(other.abs().max())
+
+
 # --- a swarm beside plain torch -----------------------------------------------------------------------------------
 
 
@@ -275,6 +351,7 @@ def measure(device: str, only: list[str], folder: Path) -> dict[str, Any]:
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "codes": lambda: codes(on),
         "copies": lambda: copies(on),
+        "offload": lambda: offload(on),
         "exact": lambda: exact(folder, device, deadline),
         "speed": lambda: speed(folder, device, deadline),
     }
@@ -301,15 +378,15 @@ def is_met(part: str, found: dict[str, Any]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check one GPU.")
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu")
-    parser.add_argument("--only", default="", help="of codes, copies, exact and speed, with commas between")
+    parser.add_argument("--only", default="", help=f"of {', '.join(PARTS)}, with commas between")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     options = parser.parse_args()
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         print("torch sees no CUDA device here; --device cpu checks the same on the CPU", file=sys.stderr)
         return 2
     only = [part for part in options.only.split(",") if part]
-    if wrong := set(only) - {"codes", "copies", "exact", "speed"}:
-        parser.error(f"--only {', '.join(sorted(wrong))}: known are codes, copies, exact and speed")
+    if wrong := set(only) - set(PARTS):
+        parser.error(f"--only {', '.join(sorted(wrong))}: known are {', '.join(PARTS)}")
     with tempfile.TemporaryDirectory(prefix="peerd-gpu-check-") as folder:
         report = measure(options.device, only, Path(folder))
     print(json.dumps(report) if options.json else "\n".join(f"{name}: {value}" for name, value in report.items()))

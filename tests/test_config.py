@@ -153,6 +153,20 @@ def test_an_empty_section_means_its_defaults(file: Path) -> None:
         ),
         ("run: x\nlimits: {upload_mbit: -2}", ["limits.upload_mbit is -2.0; allowed: 0 (no limit) to 1000000"]),
         ("run: x\nlimits: {relay: 1}", ["limits.relay"]),
+        ("run: x\nlimits: {offload: cuda}", ["limits.offload is cuda (text); allowed: true or false"]),
+        (
+            "run: x\nlimits: {offload: true}\nexperts: {}",
+            ["limits.offload is true, but a run with experts computes its trunk in parts of layers; allowed: false"],
+        ),
+        (
+            "run: x\nmodel: {kind: loop}\nlimits: {offload: true}\n"
+            f"loop: {{model: m, optimizer: o, layout: {'a' * 64}, layout_bytes: 9}}",
+            ["limits.offload is true, but the model is one piece, in the users' own loops; allowed: false"],
+        ),
+        (
+            "run: x\nlimits: {offload: true, recompute: false}",
+            ["limits.recompute is false, but with limits.offload layers are computed again; allowed: true, or leave"],
+        ),
         ("run: x\nevaluate: {samples: 0}", ["evaluate.samples is 0; allowed: 1 to 1048576"]),
         ("run: x\nevaluate: {every_steps: -1}", ["evaluate.every_steps is -1; must not be negative"]),
         ("run: x\ncheckpoint: {every_steps: -1}", ["checkpoint.every_steps is -1; must not be negative"]),

@@ -30,11 +30,12 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def all_finite_in(tensors: Sequence[Tensor]) -> bool:
-    """True when no value of any tensor is NaN or infinite. A GPU is waited for once, not once a tensor."""
+    """True when no value of any tensor is NaN or infinite. Each GPU is waited for once, not once a tensor."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return all(map(all_finite, tensors))
     sums = [tensor.sum().float() for tensor in tensors if tensor.is_floating_point()]
-    return not sums or bool(torch.isfinite(torch.stack(sums)).all()) or all(map(all_finite, tensors))
+    each = (bool(torch.isfinite(torch.stack(of_one)).all()) for of_one in _by_device(sums))
+    return all(each) or all(map(all_finite, tensors))
 
 
 def largest_in(tensors: Iterable[Tensor]) -> float:
@@ -43,7 +44,16 @@ def largest_in(tensors: Iterable[Tensor]) -> float:
     Torch's maximum norm says the same, and takes a processor many times as long.
     """
     extremes = [torch.stack(torch.aminmax(tensor.detach())) for tensor in tensors if tensor.numel()]
-    return float(torch.stack(extremes).abs().max()) if extremes else 0.0
+    found = [float(torch.stack(of_one).abs().max()) for of_one in _by_device(extremes)]
+    return float(torch.tensor(found, dtype=torch.float64).max()) if found else 0.0
+
+
+def _by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The tensors of each device."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return list(found.values())
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

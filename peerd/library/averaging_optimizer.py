@@ -24,9 +24,9 @@ import trio
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from peerd.compute.model.schedule import Made
 from peerd.compute.model.shared_buffers import GradientNotFinite
 from peerd.compute.model.user_model import UserModel
+from peerd.compute.user_loop.schedule import Made
 from peerd.core.errors import ConfigError
 from peerd.core.limits import LAST_STEP
 from peerd.core.run.runfile import RANK

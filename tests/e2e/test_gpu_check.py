@@ -33,7 +33,7 @@ def test_a_device_codes_copies_and_trains_as_plain_torch_does(device: str) -> No
     assert found.returncode == 0, found.stderr + found.stdout
     report: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
     assert report["met"]
-    assert report["codes"]["wrong"] == report["copies"]["wrong"] == []
+    assert report["codes"]["wrong"] == report["copies"]["wrong"] == report["offload"]["wrong"] == []
     assert min(report["exact"]["float64"]["steps"]) >= 10
     assert report["speed"]["tokens_per_s"] > 0
     if device == "cpu":  # a driver does not tell of processes in containers
@@ -43,4 +43,4 @@ def test_a_device_codes_copies_and_trains_as_plain_torch_does(device: str) -> No
 def test_wrong_parts_are_refused() -> None:
     found = check("--device", "cpu", "--only", "codes,colours")
     assert found.returncode == 2
-    assert "colours: known are codes, copies, exact and speed" in found.stderr
+    assert "colours: known are codes, copies, offload, exact, speed" in found.stderr

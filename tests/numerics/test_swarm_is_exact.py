@@ -16,7 +16,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.compute.model.partition import whole_model
+from peerd.compute.model import offload
+from peerd.compute.model.partition import ModelPiece, whole_model
 from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import StageModule
 from peerd.core.messages.swarm import Mb
@@ -109,6 +110,21 @@ async def test_a_swarm_whose_conductor_dies_trains_exactly_like_one_process_over
 ) -> None:
     run = run_file("adamw", "float64", write_texts(tmp_path))
     await trains_exactly(tmp_path / "peers", run, "conductor", batches, monkeypatch)
+
+
+@pytest.mark.slow
+async def test_stages_with_parameters_in_the_machines_memory_train_exactly(
+    tmp_path: Path, autojump_clock: MockClock, batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU, as if it had memory of its own."""
+    monkeypatch.setattr(offload, "has_own_memory", lambda device: True)
+    run = run_file("adamw", "float64", write_texts(tmp_path))
+    run = msgspec.structs.replace(run, limits=msgspec.structs.replace(run.limits, offload=True))
+    passes: list[ModelPiece] = []
+    forward = ModelPiece.forward
+    monkeypatch.setattr(ModelPiece, "forward", lambda piece, x: passes.append(piece) or forward(piece, x))
+    assert await trains_exactly(tmp_path / "peers", run, "member", batches, monkeypatch) > 0
+    assert sum(piece.offload is not None for piece in passes) >= 80
 
 
 async def trains_exactly(

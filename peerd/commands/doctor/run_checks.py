@@ -163,7 +163,9 @@ def _memory(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
         return CheckResult("memory", CheckVerdict.UNKNOWN, str(error).splitlines()[0])
     if not lacks:
         most = max(sum(one.on(needs.device)) for one in taken)
-        return CheckResult("memory", CheckVerdict.OK, f"enough for each stage, {most / 1e9:.2f} GB at most")
+        there = max(one.on(needs.device)[0] for one in taken)
+        of_device = f", of these {there / 1e9:.2f} GB on {needs.device}" if there else ""
+        return CheckResult("memory", CheckVerdict.OK, f"enough for each stage, {most / 1e9:.2f} GB at most{of_device}")
     found = next(iter(lacks.values()))
     if len(lacks) < len(taken):
         fits = [one.stage for one in taken if one.stage not in lacks]

@@ -83,6 +83,12 @@ def _notes(run: RunFile, sizes: Sequence[StageSize], speed: float) -> list[Text]
             f"{_HANDOVER[run.pipeline.handover]} Twice the width needs half the line: work grows with its square, "
             "bytes do not (square-cube law)."
         )
+    if run.limits.offload:
+        most = max(one.footprint.held("cuda")[0] for one in sizes)
+        notes.append(
+            f"limits.offload: of a stage a GPU of this peer holds {size(most)} at most, besides activations; the "
+            "machine holds the rest."
+        )
     if run.experts is not None:
         notes.append("Experts are not counted: they are other peers' (a host says how many its memory holds).")
     return [Text(note, "dim") for note in notes]
@@ -108,7 +114,7 @@ def size_object(run: RunFile, sizes: Sequence[StageSize], speed: float) -> dict[
                 "gradient_bytes": one.gradient_bytes,
                 "sent_bytes": one.sent_bytes,
                 "memory_bytes": one.memory_bytes,
-                "device_memory_bytes": one.footprint.device_bytes,
+                "device_memory_bytes": one.footprint.held("cuda")[0],
                 "saturating_mbit": one.saturating_rate(speed) / BYTES_PER_MBIT,
             }
             for one in sizes

@@ -9,10 +9,11 @@ import outcome
 import psutil
 
 from peerd.compute.gpu import free_bytes
+from peerd.compute.model.offload import offloads
 from peerd.compute.model.partition import ModelPiece, build, outline, spans
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
-from peerd.core.model.stage_memory import StageFootprint, activations_of, footprint_of
+from peerd.core.model.stage_memory import StageFootprint, activations_of, footprint_of, layer_counts
 from peerd.core.run.runfile import RunFile
 
 _TOLERATED = 1.05  # times limits.memory_gb, as `control/memory_limit`
@@ -21,17 +22,20 @@ _LEAST_ROOM_BYTES = 16 << 20  # for activations: with less than a few microbatch
 
 def footprint(run: RunFile, stage: int) -> StageFootprint:
     """The room that `stage` of `run` takes; ConfigError when the model cannot be built."""
-    count = sum(parameter.numel() for parameter in _shapes(run, stage).parameters())
+    layers = layer_counts({name: tensor.numel() for name, tensor in _shapes(run, stage).named_parameters()})
     if run.model.kind != "gpt":
-        return footprint_of(run, stage, count)
+        return footprint_of(run, stage, layers)
     vocab_size, last = load_vocabulary(run.model.vocab).size, stage == run.pipeline.stages - 1
-    return footprint_of(run, stage, count, activations_of(run, spans(run)[stage], vocab_size, last))
+    return footprint_of(run, stage, layers, activations_of(run, spans(run)[stage], vocab_size, last))
 
 
 def recomputes(run: RunFile, stage: int, device: str) -> bool:
     """Whether layers are computed again in the backward: as `limits.recompute` says, else where the activations of a
-    microbatch would take more than half of the memory that the stage leaves free. Before the stage is built.
+    microbatch would take more than half of the memory that the stage leaves free, and always where parameters are
+    copied to the device one layer at a time. Before the stage is built.
     """
+    if offloads(run, device):
+        return True
     if run.limits.recompute is not None:
         return run.limits.recompute
     taken = footprint(run, stage)
@@ -63,7 +67,8 @@ def lacking(taken: StageFootprint, device: str, own_limit_bytes: float = 0) -> s
     if device.startswith("cuda"):
         free, _ = free_bytes(device)
         if there > free:
-            return f"{name} takes {_gb(there)} of {device}'s memory, and {_gb(free)} are free"
+            advice = "" if taken.offload or taken.copies_bytes > free else " (limits.offload takes less of it)"
+            return f"{name} takes {_gb(there)} of {device}'s memory, and {_gb(free)} are free{advice}"
     free = psutil.virtual_memory().available + psutil.swap_memory().free
     if own_limit_bytes and own_limit_bytes < (held := _held_bytes()) + here:
         beside = f"beside the {_gb(held)} that this process holds"

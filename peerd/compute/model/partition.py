@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -43,17 +43,21 @@ class ModelPiece(nn.Module):
 
     `recomputes`: of a forward for a backward only the inputs of all layers but the last are kept, and each layer is
     computed again in the backward, with the same random numbers: the same bits, in more time and less memory.
+    `offload` computes the output instead, where the parameters are in the machine's memory.
     """
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module, int]]) -> None:
         """`layers`: name in the whole model, module, how many times it is applied."""
         super().__init__()
         self.recomputes = False
+        self.offload: Callable[[Tensor], Tensor] | None = None
         self.steps = tuple((name, times) for name, _, times in layers)
         for name, module, _ in layers:
             self.add_module(name, module)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.offload is not None:
+            return self.offload(x)
         layers = [self.get_submodule(name) for name, times in self.steps for _ in range(times)]
         for layer in layers[:-1]:
             if self.recomputes and torch.is_grad_enabled() and x.is_floating_point():

@@ -13,6 +13,9 @@ not start at a whole cache line are copied, since a matrix product may sum in an
 Torch's batch norms train by the statistics of the microbatch, in `forward` as in `backward`, and are judged by the
 running ones (`loss`, and `forward` outside of training). Only a microbatch that is added to a sum for the first time
 moves buffers, of any layer; what becomes of them with each step: `shared_buffers`.
+
+With `limits.offload` parameters, sums and moments are in the machine's memory, and so are updates computed there; the
+device has copies of two layers at most (`offload`).
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from peerd.compute.frozen_state import FrozenState
 from peerd.compute.gpu import settle
 from peerd.compute.model.grad_sums import Sums
 from peerd.compute.model.kept_graph import Graph, SavedBytes, has_room
+from peerd.compute.model.offload import ParameterOffload, offloads
 from peerd.compute.model.optim import Optimizer
 from peerd.compute.model.partition import DTYPES, build
 from peerd.compute.model.precision import Precision
@@ -67,15 +71,19 @@ class StageModule:
         self.last = stage == run.pipeline.stages - 1
         self.step = 0  # global steps applied
         self._vocab = load_vocabulary(run.model.vocab).size
-        self._piece = build(run, [stage]).to(self.device)
+        offloaded = offloads(run, self.device)
+        self._home = torch.device("cpu") if offloaded else self.device  # of parameters, sums and moments
+        self._piece = build(run, [stage]).to(self._home)
         named = dict(self._piece.named_parameters())
         self.layout = Layout(tuple(named), tuple(parameter.shape for parameter in named.values()))
         self._parameters = list(named.values())
         self._flat = torch.cat([p.detach().reshape(-1) for p in self._parameters]) if named else self._zeros(0)
         for parameter, view in zip(self._parameters, self.layout.views(self._flat), strict=True):
             parameter.data = view
+        self._offload = ParameterOffload(self._piece, self._flat, self.device, self.last) if offloaded else None
+        self._piece.offload = self._offload
         self.ahead = int(run.optimizer.delayed)  # steps after the one under way that may be accumulated for, too
-        self._sums = Sums(self.layout, 1 + self.ahead, self.dtype, self.device)
+        self._sums = Sums(self.layout, 1 + self.ahead, self.dtype, self._home)
         self.changes = Changes()
         self._saved, self._passed = SavedBytes(lambda: self._flat), SavedBytes(lambda: self._flat)
         self._before: Tensor | None = None  # the parameters before the last step, on the CPU; only in a delayed run
@@ -125,17 +133,20 @@ class StageModule:
     @property
     def activation_bytes(self) -> int:
         """Bytes of the machine's memory that one microbatch takes while it is computed, the gradients of the parameters
-        included; 0 before one was measured, and on a device with memory of its own, which says itself what it lacks.
+        included where they are there; 0 before one was measured, and on a device that has all in memory of its own: it
+        says itself what it lacks.
         """
         most = max(self._saved.most_bytes, self._passed.most_bytes)
-        return most + self._flat.nbytes if most and self.device.type == "cpu" else 0
+        if not most or self._home.type != "cpu":
+            return 0
+        return self._flat.nbytes + (most if self.device.type == "cpu" else 0)
 
     def forward_for_backward(self, x: Tensor) -> Graph:
         """Forward pass in training, with all that a `backward` of the same input needs; only if `keeps_graphs`."""
         x = self._input(x)
         if not self.first:
             x.requires_grad_()
-        with torch.enable_grad(), self._saved.of(x):
+        with torch.enable_grad(), self._computing(training=True), self._saved.of(x):
             y = self._compute(x)
         return Graph(x, y, self.changes.begun, self._saved.bytes)
 
@@ -209,6 +220,15 @@ class StageModule:
     @contextmanager
     def _computing(self, training: bool) -> Iterator[Callable[[], None]]:
         """The scope of a computation; an error in it leaves buffers as they were, as does a call of what is given."""
+        try:
+            with self._with_buffers(training) as begin_anew:
+                yield begin_anew
+        finally:
+            if self._offload is not None:
+                self._offload.forget()
+
+    @contextmanager
+    def _with_buffers(self, training: bool) -> Iterator[Callable[[], None]]:
         if not self.buffers.shared:
             yield lambda: None
             return
@@ -267,7 +287,7 @@ class StageModule:
         self._give_back()
         if not self.buffers.shared:
             return self._sums.lend()
-        return torch.cat([self._sums.due, torch.from_numpy(self.buffers.part(leads)).to(self.device)])
+        return torch.cat([self._sums.due, torch.from_numpy(self.buffers.part(leads)).to(self._home)])
 
     def _give_back(self) -> None:
         """Give freed memory back before a round of averaging and after a step, where that is worth the time."""
@@ -398,7 +418,7 @@ class StageModule:
         return values.clone() if values.data_ptr() % _CACHE_LINE_BYTES else values
 
     def _zeros(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=self.dtype, device=self.device)
+        return torch.zeros(count, dtype=self.dtype, device=self._home)
 
 
 def _need(what: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:

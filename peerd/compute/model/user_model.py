@@ -27,12 +27,12 @@ from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import Layout
 from peerd.compute.frozen_state import FrozenState
 from peerd.compute.model.grad_sums import Sums, to_make_again
-from peerd.compute.model.schedule import Made, Schedule
 from peerd.compute.model.served_stage import Stale, Vector, items_of
 from peerd.compute.model.shared_buffers import GradientNotFinite, Live, SharedBuffers
 from peerd.compute.tensors import all_finite, dtype_name, state_digest
 from peerd.compute.user_loop.batch_tail import BatchTail
 from peerd.compute.user_loop.optimizer_outline import DIMS, outline_of, plain
+from peerd.compute.user_loop.schedule import Made, Schedule
 from peerd.core.errors import ConfigError
 from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import Mb, Position

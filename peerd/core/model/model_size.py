@@ -18,7 +18,7 @@ from typing import Final
 
 from peerd.core.blockwise import CODES, SCALE_BYTES, code_bytes, scale_count
 from peerd.core.model.model_shapes import Shapes, count_of, need_known_sizes, stage_shapes, stage_spans
-from peerd.core.model.stage_memory import ITEM_BYTES, StageFootprint, activations_of, footprint_of
+from peerd.core.model.stage_memory import ITEM_BYTES, StageFootprint, activations_of, footprint_of, layer_counts
 from peerd.core.run.runfile import RunFile
 
 _ROUNDED_BYTES: Final = {"bf16": 2, "fp16": 2}
@@ -66,6 +66,7 @@ def _size(run: RunFile, stage: int, vocab_size: int) -> StageSize:
     sent = 0 if last else boundary_bytes(run)
     got = 0 if stage == 0 else boundary_bytes(run)
     own = {name: shape for name, shape in shapes.items() if name.startswith(f"block{blocks.start}.")}
+    layers = layer_counts({name: math.prod(shape) for name, shape in shapes.items()})
     return StageSize(
         stage=stage,
         blocks=blocks,
@@ -76,7 +77,7 @@ def _size(run: RunFile, stage: int, vocab_size: int) -> StageSize:
         gradient_bytes=_gradient_bytes(run, shapes),
         sent_bytes=sent,
         line_bytes=sent + got * (2 if again else 1),
-        footprint=footprint_of(run, stage, count_of(shapes), activations_of(run, blocks, vocab_size, last)),
+        footprint=footprint_of(run, stage, layers, activations_of(run, blocks, vocab_size, last)),
     )
 
 

@@ -6,11 +6,15 @@ the other, the gradients of a microbatch and the sum that averaging makes. With 
 loses something, the parts of a round in messages, and, where the layers are known, the activations of one microbatch.
 A checkpoint, or a state for a newcomer, is read piece by piece and takes no memory, unless the next step comes before
 it is written.
+
+With `limits.offload` all of that is in the machine's memory. A device with memory of its own holds copies of two layers
+that follow each other, the gradient of one of them, and activations of layers that are computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -43,16 +47,23 @@ class StageFootprint:
     checkpoint_bytes: int
     activations: Activations = Activations()
     recomputes: bool = False  # by the run file
+    copies_bytes: int = 0  # on a device with memory of its own, with `limits.offload`
+    offload: bool = False  # by the run file; it changes nothing on the CPU
 
-    @property
-    def activation_bytes(self) -> int:
-        """Of one microbatch, as the run file has it computed."""
-        return self.activations.recomputed if self.recomputes else self.activations.kept
+    def held(self, device: str) -> tuple[int, int]:
+        """Bytes of the device's own memory and of the machine's, without activations."""
+        if device != "cpu" and not self.offload:
+            return self.device_bytes, self.machine_bytes
+        return (0 if device == "cpu" else self.copies_bytes), self.machine_bytes + self.device_bytes
 
     def on(self, device: str, *, least: bool = False) -> tuple[int, int]:
-        """Bytes of the device's own memory and of the machine's. `least`: where layers may be computed again."""
-        there = self.device_bytes + (self.activations.recomputed if least else self.activation_bytes)
-        return (0, self.machine_bytes + there) if device == "cpu" else (there, self.machine_bytes)
+        """Bytes of the device's own memory and of the machine's, with the activations of one microbatch. `least`: where
+        layers may be computed again.
+        """
+        there, here = self.held(device)
+        again = least or self.recomputes or (self.offload and device != "cpu")
+        activations = self.activations.recomputed if again else self.activations.kept
+        return (there, here + activations) if device == "cpu" else (there + activations, here)
 
 
 def moment_names(section: OptimizerSection) -> Sequence[str]:
@@ -79,9 +90,12 @@ def activations_of(run: RunFile, blocks: range, vocab_size: int, last: bool) -> 
     return Activations(tokens * (whole + head) * item_bytes, tokens * again * item_bytes)
 
 
-def footprint_of(run: RunFile, stage: int, parameters: int, activations: Activations = Activations()) -> StageFootprint:
-    """The room that a stage of so many parameters takes."""
-    each = parameters * ITEM_BYTES[run.model.dtype]
+def footprint_of(
+    run: RunFile, stage: int, layers: Sequence[int], activations: Activations = Activations()
+) -> StageFootprint:
+    """The room that a stage takes, whose layers have so many parameters."""
+    parameters, item_bytes = sum(layers), ITEM_BYTES[run.model.dtype]
+    each = parameters * item_bytes
     moments, delayed, offload = len(moment_names(run.optimizer)), run.optimizer.delayed, run.optimizer.offload
     there = 1 + (2 if delayed else 1) + 1 + (0 if offload else moments)
     here = (1 if run.limits.keep_totals else 0) + (2 if delayed else 0) + (moments if offload else 0)
@@ -95,4 +109,21 @@ def footprint_of(run: RunFile, stage: int, parameters: int, activations: Activat
         (1 + moments) * each,
         activations,
         bool(run.limits.recompute),
+        _copied(layers) * item_bytes,
+        run.limits.offload,
     )
+
+
+def layer_counts(parameters: Mapping[str, int]) -> list[int]:
+    """Parameters of each layer, from those of each tensor by its name in the model, `block3.feed.up.weight`."""
+    counts: dict[str, int] = {}
+    for name, count in parameters.items():
+        layer = name.partition(".")[0]
+        counts[layer] = counts.get(layer, 0) + count
+    return list(counts.values())
+
+
+def _copied(layers: Sequence[int]) -> int:
+    """The most values on a device that has copies of two layers that follow each other, and a gradient of one."""
+    pairs = itertools.pairwise(layers) if len(layers) > 1 else [(one, 0) for one in layers]
+    return max((one + other + max(one, other) for one, other in pairs), default=0)

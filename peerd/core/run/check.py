@@ -111,7 +111,7 @@ def check(run: RunFile) -> list[tuple[str, str]]:
     need(1 <= evaluate.samples <= 1 << 20, "evaluate.samples", f"is {evaluate.samples}; allowed: 1 to 1048576")
     need(checkpoint.every_steps >= 0, "checkpoint.every_steps", f"is {checkpoint.every_steps}; must not be negative")
     need(checkpoint.keep >= 1, "checkpoint.keep", f"is {checkpoint.keep}; must be at least 1")
-    return (faults or _size_faults(run)) + _limits_faults(run.limits, p.stages) + line_faults(run)
+    return (faults or _size_faults(run)) + _limits_faults(run) + line_faults(run)
 
 
 def _size_faults(run: RunFile) -> list[tuple[str, str]]:
@@ -223,9 +223,26 @@ def limits_faults(limits: LimitsSection) -> list[tuple[str, str]]:
     return faults
 
 
-def _limits_faults(limits: LimitsSection, stages: int) -> list[tuple[str, str]]:
-    own = [(f"limits.{key}", message) for key, message in limits_faults(limits)]
-    return _posts_faults(limits, stages) + own
+def _limits_faults(run: RunFile) -> list[tuple[str, str]]:
+    own = [(f"limits.{key}", message) for key, message in limits_faults(run.limits)]
+    return _posts_faults(run.limits, run.pipeline.stages) + own + _offload_faults(run)
+
+
+def _offload_faults(run: RunFile) -> list[tuple[str, str]]:
+    """Faults of `limits.offload`, for models that are no list of layers and for layers that are not computed again."""
+    if not run.limits.offload:
+        return []
+    faults = []
+    if run.experts is not None:
+        message = "is true, but a run with experts computes its trunk in parts of layers; allowed: false"
+        faults.append(("limits.offload", message))
+    if run.model.kind == "loop":
+        message = "is true, but the model is one piece, in the users' own loops; allowed: false"
+        faults.append(("limits.offload", message))
+    if run.limits.recompute is False:
+        message = "is false, but with limits.offload layers are computed again; allowed: true, or leave it out"
+        faults.append(("limits.recompute", message))
+    return faults
 
 
 def _posts_faults(limits: LimitsSection, stages: int) -> list[tuple[str, str]]:

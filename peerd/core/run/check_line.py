@@ -119,7 +119,7 @@ _SECTIONS: Final[dict[str, dict[str, Between | Rule]]] = {
     "limits": dict.fromkeys(
         (
             *("microbatches_in_flight", "stage", "data_cache_mb", "keep_totals", "activations_mb"),
-            *("recompute", "upload_mbit"),
+            *("recompute", "offload", "upload_mbit"),
             *("download_mbit", "relay", "threads", "nice", "memory_gb", "experts", "hours", "disk_gb", "trust"),
             "precision",
         ),

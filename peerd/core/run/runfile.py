@@ -224,6 +224,7 @@ class LimitsSection(Section, frozen=True):
     keep_totals: int = 64  # summed gradients of the last steps kept for newcomers, in no more memory than the state's
     activations_mb: int = 0  # MiB of microbatches' tensors that a stage keeps or has under way; 0: half of what is free
     recompute: bool | None = None  # compute layers again in a backward; none: where memory for activations is short
+    offload: bool = False  # parameters, sums and moments in the machine's memory; on the device a layer at a time
     upload_mbit: float = 0.0  # what this peer may send, Mb/s: its share of averaging follows it; 0: no limit
     download_mbit: float = 0.0  # what it may receive
     relay: bool | None = None  # carry connections between peers that cannot reach each other; none: backbones do

@@ -23,6 +23,7 @@ from torch import Tensor
 from peerd.compute.changes import ParametersLost
 from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model.footprint import recomputes, refuse_if_too_large
+from peerd.compute.model.offload import offloads
 from peerd.compute.model.served_stage import Model, ServedStage
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError, NoMemory, PeerdError, Refused
@@ -132,6 +133,8 @@ class PostState:
         if self._own is None:
             need = partial(refuse_if_too_large, self._run, self.stage, self._ctx.device)
             await self.work(need, "see whether the stage fits")
+            if offloads(self._run, self._ctx.device):
+                self._ctx.log.event("stage.offloads", stage=self.stage)
             choose = partial(recomputes, self._run, self.stage, self._ctx.device)
             if await self.work(choose, "see whether activations fit"):
                 self._recomputes = True

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as s
 
-from peerd.compute.model.schedule import Schedule
+from peerd.compute.user_loop.schedule import Schedule
 from peerd.core.errors import ConfigError
 
 MAKERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
