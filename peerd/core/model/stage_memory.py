@@ -3,23 +3,26 @@
 Counts the most that a stage holds in a step: parameters, the optimizer's moments, the sums of gradients (one more in a
 delayed run, with the parameters before the last step), the sum of the last step (`limits.keep_totals`), and, one after
 the other, the gradients of a microbatch and the sum that averaging makes. With them go the residuals of a code that
-loses something, the parts of a round in messages, and, where the layers are known, the activations of one microbatch.
+loses something, the parts of a round in messages, and the activations of one microbatch: of a gpt as it is computed
+here, in `RunFile.precision`; those of a user's own layers are measured (`compute/model/footprint`).
 A checkpoint, or a state for a newcomer, is read piece by piece and takes no memory, unless the next step comes before
 it is written.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from peerd.core.model.model_shapes import feed_forward_width, first_with_experts
+from peerd.core.model.model_shapes import feed_forward_width, first_with_experts, stage_shapes, stage_spans
 from peerd.core.run.runfile import OptimizerSection, RunFile
 
 ITEM_BYTES: Final = {"float32": 4, "float64": 8}
+LOSS_VALUES: Final = 3  # of a score, while the loss of it is computed: its logarithm, and two gradients
 
-
+_HALF_BYTES: Final = 2
 _PARTS_UNDER_WAY: Final = 16  # of a round of averaging, in messages
 _CODED_VECTORS: Final = 3  # of a code with a residual: that one, the next one, and the gradient with it
 
@@ -62,21 +65,33 @@ def moment_names(section: OptimizerSection) -> Sequence[str]:
     return ("exp_avg", "exp_avg_sq")
 
 
-def activations_of(run: RunFile, blocks: range, vocab_size: int, last: bool) -> Activations:
-    """Of a gpt's stage with these blocks. A test compares with what torch saves.
+def activations_of(run: RunFile, stage: int, vocab_size: int) -> Activations:
+    """Of a gpt's stage. A test compares with what torch saves.
 
-    In values of a token: a block saves 12 D and 4 F (attention 8 D, both norms and what they feed 4 D, the gate 4 F),
-    and D where it is computed again; the head saves 3 D and V, and its backward takes another 2 V.
+    In values of a token: a block saves 12 D and 4 F (each norm what it gets and that scaled, 4 D; attention what goes
+    into its matrices and comes out of them, 8 D; the gate 4 F), and D where it is computed again; the head saves 3 D
+    and V, and its backward takes another 2 V. In 16 bits so does what goes into matrices and comes out of them, and a
+    copy of each matrix is kept until the backward is done, also where layers are computed again.
     """
-    m, item_bytes = run.model, ITEM_BYTES[run.model.dtype]
+    m, item_bytes, full = run.model, ITEM_BYTES[run.model.dtype], run.precision == "full"
+    short_bytes = item_bytes if full else _HALF_BYTES
     width, wide = m.d_model, feed_forward_width(m.d_model)
+    blocks = stage_spans(run, vocab_size)[stage]
     gated = len(range(max(blocks.start, first_with_experts(run)), blocks.stop))
-    whole = (len(blocks) - gated) * (12 * width + 4 * wide) + gated * 12 * width
-    largest = 12 * width + 4 * wide if len(blocks) else 0
-    head = 3 * width + 3 * vocab_size if last else 0
+    attention, feed = (4 * item_bytes + 8 * short_bytes) * width, 4 * wide * short_bytes
+    whole = len(blocks) * attention + (len(blocks) - gated) * feed
+    last = stage == run.pipeline.stages - 1
+    head = (2 * item_bytes + short_bytes) * width + LOSS_VALUES * item_bytes * vocab_size if last else 0
+    again = max(0, len(blocks) - 1) * width * item_bytes + max(attention + feed if len(blocks) else 0, head)
+    copies = 0 if full else _HALF_BYTES * _matrix_values(run, stage, vocab_size)
     tokens = run.pipeline.microbatch * m.context
-    again = max(0, len(blocks) - 1) * width + max(largest, head)
-    return Activations(tokens * (whole + head) * item_bytes, tokens * again * item_bytes)
+    return Activations(tokens * (whole + head) + copies, tokens * again + copies)
+
+
+def _matrix_values(run: RunFile, stage: int, vocab_size: int) -> int:
+    """Values in the matrices that a stage of a gpt multiplies with."""
+    shapes = stage_shapes(run, stage, vocab_size)
+    return sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name != "embed.table")
 
 
 def footprint_of(run: RunFile, stage: int, parameters: int, activations: Activations = Activations()) -> StageFootprint:
