@@ -26,7 +26,7 @@ from peerd.core.messages.encoding import Empty
 from peerd.core.messages.progress import StageProgress
 from peerd.core.messages.proof import receipt
 from peerd.core.messages.swarm import Mb, MemberAnswer, MemberInfo, Position, PostLoad, Receipt, Relocate
-from peerd.core.run.runfile import RunFile
+from peerd.core.run.runfile import RunFile, precision_text
 from peerd.role import RoleContext
 from peerd.service.pipeline.stage_calls import StageHandlers
 from peerd.service.rpc.rpc import Answer, Incoming
@@ -402,6 +402,8 @@ class Post:
             "handover": self.handover.status() if self.state.built and self._hands_over else None,
             "conducts": conducts,
             "conductor": self._following.conductor.text if self._following.conductor else None,
+            "precision": None if self._own is not None else precision_text(self._run),
+            "recomputes": self.state.recomputes,
             "averaging": self._rounds.told(),
             "members": [{"peer": m.peer, "stage": m.stage, "ready": m.ready} for m in self.members],
             "complete": self._complete,
