@@ -17,7 +17,6 @@ from typing import Final
 
 import trio
 
-from peerd.compute.model.footprint import room_for_activations
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.limits import MICROBATCHES
@@ -99,7 +98,7 @@ class Post:
         self._rounds.check(self.state.model)
         specs = await self.state.work(self.state.model.outline, "outline the state")
         self._state_bytes = sum(spec.nbytes for spec in specs)
-        self.handover.room_bytes = room_for_activations(self._run)
+        self._look_for_room()
         await self.state.return_to_checkpoint()
         await self._store.open()
         self.session.since = self._ctx.clock.wall()
@@ -300,6 +299,11 @@ class Post:
         self.orders.arrived(anew)
         self.admissions.arrive()
         self.handover.arrived(self.step)
+        self._look_for_room()
+
+    def _look_for_room(self) -> None:
+        if self._own is None:  # else nothing is handed over
+            self.handover.look_for_room()
 
     def _restored(self, before: Position, target: Position) -> None:
         """Log a return to `target`; a step back is a warning, of the conductor's where this peer conducts."""
