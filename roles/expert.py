@@ -15,7 +15,7 @@ from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.memory import experts_that_fit
 from peerd.core.errors import ConfigError
 from peerd.core.experts.grid import Uid
-from peerd.core.run.runfile import RunFile
+from peerd.core.run.runfile import RunFile, unused_precision
 from peerd.role import RoleContext
 from peerd.service.swarm.contributions import PERIOD_S
 from peerd.training.expert.host import ExpertHost
@@ -34,7 +34,7 @@ class ExpertRole:
         assert ctx.run is not None
         assert ctx.services is not None
         need_experts(ctx.run)
-        self._services, run = ctx.services, ctx.run
+        self._ctx, self._services, run = ctx, ctx.services, ctx.run
         self.directory = ctx.services.experts
 
         def build(uid: Uid) -> HostedExpert:
@@ -55,6 +55,8 @@ class ExpertRole:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         await self._services.compare_settings()
+        if (unused := unused_precision(self._services.run, hosts_experts=True)) is not None:
+            self._ctx.log.event("expert.precision_unused", level="warning", reason=unused)
         async with trio.open_nursery() as nursery:
             await nursery.start(self.directory.run)
             nursery.start_soon(self._tally.run)

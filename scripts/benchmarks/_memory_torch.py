@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks._memory_watch import Look, look_at, resident_peak
 from peerd.compute.data.stream import samples_of
 from peerd.compute.model.partition import build
+from peerd.compute.model.precision import Precision
 from peerd.core.decoders import convert
 from peerd.core.run.runfile import RunFile
 
@@ -49,7 +50,9 @@ def main(file: str, stage: int, threads: int) -> None:
 def _microbatch(run: RunFile, model: torch.nn.Module, stage: int, samples: Tensor) -> None:
     tokens, targets = samples[:, :-1], samples[:, 1:]
     x = tokens if stage == 0 else torch.randn(*tokens.shape, run.model.d_model, requires_grad=True)
-    y = model(x)
+    with Precision(run.precision, torch.device("cpu")).casting():
+        y = model(x)
+    y = y.float()
     if stage == run.pipeline.stages - 1:
         torch.autograd.backward(cross_entropy(y.flatten(0, 1), targets.flatten()))
     else:

@@ -5,7 +5,8 @@ the same role and a model of next to nothing shows the memory of peerd and torch
 `rest` is what belongs to a stage peer alone when nothing is computed; of replicas, which never pause, the least while
 they train. `steps` is the most that is resident in steps, and `checkpoint` in steps with a checkpoint. `giving` and
 `newcomer` are the most that older peers and a new one have resident while the new one fetches the state and makes its
-first step. Linux only.
+first step. `foretold` is what `peerd doctor` and `peerd plan` say of the most in steps. Replicas of kind `half` compute
+in bf16. Linux only.
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ from benchmarks._memory_watch import MemoryWatch, Span, longest
 from benchmarks._peers import ROOT, Peer, Peers
 from benchmarks._report import Figure, Report
 from benchmarks._swarm import BASE
+from peerd.core.decoders import convert
+from peerd.core.model.model_size import stage_sizes
+from peerd.core.run.runfile import RunFile
 
 MICROBATCH, MICROBATCHES = 4, 4
 CHECKPOINT_STEPS: Final = 4
 MODEL: Final = {"d_model": 512, "heads": 8, "context": 64}
 NOTHING: Final = {"d_model": 16, "heads": 2, "context": 64}
-LAYERS: Final = {"replica": 8, "stage": 16}  # 25 million parameters in each process
+LAYERS: Final = {"replica": 8, "stage": 16, "half": 8}  # 25 million parameters in each process
+VOCAB_SIZE: Final = 256  # of bytes
 MOST: Final = {"rest": 22.0, "steps": 28.0, "checkpoint": 28.0, "giving": 28.0}  # bytes a parameter, beside activations
 MOST_OVER_TORCH: Final = 1.5
+MOST_OFF: Final = 0.1  # measured by foretold
 PATIENCE_S: Final = 600.0
 IDLE_S: Final = 20.0
 SEEN_S: Final = 0.5  # for looks after each step that is waited for: those without a model take milliseconds
@@ -43,7 +49,7 @@ SEEN_S: Final = 0.5  # for looks after each step that is waited for: those witho
 def run_file(kind: str, model: dict[str, int], layers: int) -> dict[str, Any]:
     return BASE | {
         "run": f"memory-{kind}",
-        "model": model | {"layers": layers},
+        "model": model | {"layers": layers, "precision": "bf16" if kind == "half" else "full"},
         "pipeline": {"stages": 2 if kind == "stage" else 1, "microbatch": MICROBATCH},
         "optimizer": {"name": "adamw", "lr": 1.0e-4, "total_steps": 10_000},
         "batch": {"target_samples": MICROBATCH * MICROBATCHES},
@@ -165,13 +171,15 @@ class Kind:
     parameters: int  # of the largest stage
     spans: dict[str, Span]
     plain: Span
+    foretold: int  # bytes of the largest stage
 
     def per_parameter(self) -> dict[str, float]:
         """Bytes a parameter: at rest, and the peak of each phase; and of plain torch."""
         found = {"rest": self.spans["rest"].rest / self.parameters}
         found |= {phase: span.peak / self.parameters for phase, span in self.spans.items() if phase != "rest"}
         found["torch_rest"] = self.plain.rest / self.parameters
-        return found | {"torch_peak": self.plain.peak / self.parameters}
+        found["torch_peak"] = self.plain.peak / self.parameters
+        return found | {"foretold": self.foretold / self.parameters}
 
 
 def measure_kind(kind: str) -> Kind:
@@ -182,7 +190,9 @@ def measure_kind(kind: str) -> Kind:
     found = swarm_of(kind, MODEL, layers, newcomer=True)
     most = longest({str(index): span for index, (span, _) in enumerate(plain)})
     spans = {phase: span.beside(base) for phase, span in found.items()}
-    return Kind(max(count for _, count in plain), spans, most.beside(plain_base))
+    sizes = stage_sizes(convert(run_file(kind, MODEL, layers), RunFile), VOCAB_SIZE)
+    foretold = max(size.memory_bytes for size in sizes)
+    return Kind(max(count for _, count in plain), spans, most.beside(plain_base), foretold)
 
 
 def measure(full: bool) -> Report:
@@ -190,6 +200,7 @@ def measure(full: bool) -> Report:
     extra = {kind: found.per_parameter() for kind, found in kinds.items()}
     sections = [[*_section(kind, kinds[kind], figures)] for kind, figures in extra.items()]
     note = f"{MICROBATCHES} microbatches of {MICROBATCH} samples of {MODEL['context']} tokens a step; AdamW, float32"
+    note += "; half: computed in bf16"
     return Report("memory, bytes a parameter", sections, note, {"bytes_per_parameter": extra})
 
 
@@ -203,3 +214,5 @@ def _section(kind: str, found: Kind, figures: dict[str, float]) -> Iterator[Figu
         yield Figure(f"{kind}_{phase}", f"  {phase.replace('_', ' ')}", value, "", 1, at_most=most)
     over = figures["steps"] / figures["torch_peak"]
     yield Figure(f"{kind}_over_torch", "  steps over plain torch's peak", over, "", 2, at_most=MOST_OVER_TORCH)
+    off = abs(figures["steps"] / figures["foretold"] - 1.0)
+    yield Figure(f"{kind}_off", "  steps off what is foretold, share", off, "", 2, at_most=MOST_OFF)

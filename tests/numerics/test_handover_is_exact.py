@@ -122,7 +122,8 @@ def a_full_stash(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     """One peer has room for one microbatch a step: less than it is ever asked to take."""
     monkeypatch.setattr(direct, "RouteFlow", lambda rng: InTurn())
     handover = of_stage(peers, 1).role.post.handover
-    handover.room_bytes = 1
+    handover.room_for = lambda kept: 1
+    handover.look_for_room()
 
 
 def every_call_twice(peers: list[Peer], monkeypatch: pytest.MonkeyPatch) -> None:

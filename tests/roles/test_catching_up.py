@@ -56,7 +56,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> SlowLine:
 
     monkeypatch.setattr(Giving, "_give_piece", slow)
     # Room for six totals, fewer than SPANNED: with three, a newcomer on a busy machine may come too late for one.
-    monkeypatch.setattr(catch_up, "spare_bytes", lambda run, state_bytes: 2 * spare_bytes(run, state_bytes))
+    monkeypatch.setattr(catch_up, "spare_bytes", lambda run, *sizes: 2 * spare_bytes(run, *sizes))
     return line
 
 

@@ -169,6 +169,19 @@ async def test_a_host_whose_clock_is_off_by_a_minute_hosts_like_the_others(
             assert all(await s.forward(mine))
 
 
+@pytest.mark.slow
+async def test_a_host_says_that_a_precision_of_its_own_has_no_effect(tmp_path: Path, autojump_clock: object) -> None:
+    async with scene(tmp_path) as s:
+        limits = msgspec.structs.replace(s.roles.run.limits, precision="bf16")
+        own = msgspec.structs.replace(s.roles.run, limits=limits)
+        await s.world.start("one", program=s.roles.program(ExpertRole, run=own))
+        await s.start("two")
+        hosts = lambda: {host for owners in s.owners().values() for host in owners}  # noqa: E731
+        assert await s.world.until(lambda: hosts() == {"one", "two"}, within_s=6 * PERIOD_S)
+        (told,) = s.roles.events("expert.precision_unused")
+        assert "limits.precision (bf16) has no effect on hosted experts" in str(told["reason"])
+
+
 def test_a_run_without_experts_or_with_a_block_that_fails_is_refused_before_anything_is_joined() -> None:
     with pytest.raises(ConfigError, match="has no experts to host"):
         ExpertRole.check_run(RunFile(run="plain"))

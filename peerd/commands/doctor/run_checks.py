@@ -17,7 +17,7 @@ from peerd.control.papers import PeerPapers, own_papers
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
 from peerd.core.model.stage_memory import StageFootprint
-from peerd.core.run.runfile import RunFile, disk_bytes, sources_of
+from peerd.core.run.runfile import RunFile, disk_bytes, precision_text, sources_of, unused_precision
 from peerd.home import IDENTITY_FILE, load_identity, locked
 
 
@@ -46,6 +46,7 @@ class RunNeeds:
 def run_checks(needs: RunNeeds) -> Iterator[CheckResult]:
     """All checks that apply to the roles."""
     yield token_check(needs)
+    yield from precision_checks(needs)
     try:
         importlib.import_module("peerd.compute.devices")
     except ImportError:
@@ -81,6 +82,16 @@ def token_check(needs: RunNeeds) -> CheckResult:
         return failed("token", error)
     found = "none needed: this is the organizer's own peer" if papers.is_organizer else f"valid: {papers.token_path}"
     return CheckResult("token", CheckVerdict.OK, found)
+
+
+def precision_checks(needs: RunNeeds) -> Iterator[CheckResult]:
+    """The precision that a stage is computed in, where that is not full; and a limits.precision that has no effect."""
+    run = needs.run
+    if needs.holds_model and (text := precision_text(run)) is not None:
+        yield CheckResult("precision", CheckVerdict.OK, f"a stage is computed in {text}")
+    hosts = "expert" in needs.roles
+    if (hosts or run.loop is not None) and (unused := unused_precision(run, hosts_experts=hosts)) is not None:
+        yield CheckResult("limits.precision", CheckVerdict.WARN, unused, "leave limits.precision out")
 
 
 def visiting_as(needs: RunNeeds) -> tuple[Keypair | None, PeerPapers | None]:
@@ -131,7 +142,6 @@ def _text(run: RunFile) -> Iterator[CheckResult]:
 def _model(needs: RunNeeds) -> Iterator[CheckResult]:
     """The model can be built, and there is room for a stage of it."""
     from peerd.compute.model.footprint import footprint
-    from peerd.compute.model.partition import build
 
     run = needs.run
     stages = run.limits.stages or list(range(run.pipeline.stages))
@@ -143,29 +153,48 @@ def _model(needs: RunNeeds) -> Iterator[CheckResult]:
     total = sum(one.parameters for one in taken)
     yield CheckResult("model", CheckVerdict.OK, f"{run.model.kind}, {total:,} parameters in stages {_listed(stages)}")
     memory = _memory(needs, taken)
-    yield memory
-    if memory.verdict != CheckVerdict.FAIL and run.model.kind != "gpt":
+    if memory.verdict in (CheckVerdict.OK, CheckVerdict.WARN) and run.model.kind != "gpt":
         try:
-            build(run, stages[:1])
+            memory = _memory(needs, _measured(needs, taken))
         except ConfigError as error:
             yield failed("model", error, "ask the organizer for the file, or mend it")
+    yield memory
     yield _disk(needs, taken)
+
+
+def _measured(needs: RunNeeds, taken: list[StageFootprint]) -> list[StageFootprint]:
+    """The same with activations of the user's own layers, of those stages that there is memory to build.
+
+    ConfigError when a layer can't be built, or fails.
+    """
+    from peerd.compute.model.footprint import measured_footprint
+
+    lacks = _lacks(needs, taken)
+    return [one if one.stage in lacks else measured_footprint(needs.run, one.stage) for one in taken]
+
+
+def _lacks(needs: RunNeeds, taken: list[StageFootprint]) -> dict[int, str]:
+    """The stages that there is no memory for, and why; none on a device that is not there."""
+    from peerd.compute.model.footprint import lacking
+
+    allowed = needs.run.limits.memory_gb * 1e9
+    lacks = ((one.stage, lacking(one, needs.device, allowed)) for one in taken)
+    return {stage: lack for stage, lack in lacks if lack is not None}
 
 
 def _memory(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
     """The memory for the stage that takes most, or that the run file names."""
-    from peerd.compute.model.footprint import lacking
-
-    allowed = needs.run.limits.memory_gb * 1e9
     try:
-        lacks = {one.stage: lack for one in taken if (lack := lacking(one, needs.device, allowed)) is not None}
+        lacks = _lacks(needs, taken)
     except RuntimeError as error:  # of a device that is not there
         return CheckResult("memory", CheckVerdict.UNKNOWN, str(error).splitlines()[0])
     if not lacks:
-        most = max(sum(one.on(needs.device)) for one in taken)
+        most = max(taken, key=lambda one: sum(one.on(needs.device)))
         there = max(one.on(needs.device)[0] for one in taken)
-        of_device = f", of these {there / 1e9:.2f} GB on {needs.device}" if there else ""
-        return CheckResult("memory", CheckVerdict.OK, f"enough for each stage, {most / 1e9:.2f} GB at most{of_device}")
+        of_device = f", of these {_size(there)} on {needs.device}" if there else ""
+        found = f"enough for each stage, {_size(sum(most.on(needs.device)))} at most{of_device}"
+        activations = f"activations of a microbatch ({_size(most.activation_bytes(needs.device))})"
+        return CheckResult("memory", CheckVerdict.OK, f"{found}, with {activations}; Python and torch come on top")
     found = next(iter(lacks.values()))
     if len(lacks) < len(taken):
         fits = [one.stage for one in taken if one.stage not in lacks]

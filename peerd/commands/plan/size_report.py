@@ -11,7 +11,7 @@ from rich.text import Text
 
 from peerd.core.model.model_shapes import first_with_experts
 from peerd.core.model.model_size import StageSize, boundary_bytes, microbatches
-from peerd.core.run.runfile import BYTES_PER_MBIT, RunFile
+from peerd.core.run.runfile import BYTES_PER_MBIT, RunFile, precision_text
 from peerd.screen.units import counted, number, size
 
 _TERA = 1e12
@@ -72,8 +72,8 @@ def _notes(run: RunFile, sizes: Sequence[StageSize], speed: float) -> list[Text]
     first, width = sizes[0], run.model.d_model
     notes = [
         "FLOPs: of a microbatch, forward and backward: 6 for each weight and token, and attention. averages: what a "
-        "peer averages in a step. memory: parameters, gradients, optimizer, and a copy for checkpoints; activations "
-        "and messages come on top."
+        "peer averages in a step. memory: the most in a step, with gradients, optimizer, averaging and activations of "
+        f"a microbatch ({_precision(run)}); Python and torch come on top."
     ]
     if first_with_experts(run):
         notes.insert(0, f"A layer has {first.layer_parameters:,} parameters, about 12 x {width:,}².")
@@ -92,6 +92,11 @@ def _notes(run: RunFile, sizes: Sequence[StageSize], speed: float) -> list[Text]
     if run.experts is not None:
         notes.append("Experts are not counted: they are other peers' (a host says how many its memory holds).")
     return [Text(note, "dim") for note in notes]
+
+
+def _precision(run: RunFile) -> str:
+    text = precision_text(run)
+    return f"in {run.model.dtype}" if text is None else f"computed in {text}"
 
 
 def size_object(run: RunFile, sizes: Sequence[StageSize], speed: float) -> dict[str, Any]:

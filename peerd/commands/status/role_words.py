@@ -185,6 +185,8 @@ _PHRASES: Final[Mapping[str, Callable[[Any, Told], str]]] = {
     "payload_bytes": lambda value, role: f"{units.size(value)} of tensors",
     "aggregated_bytes": lambda value, role: f"{units.size(value)} summed for others",
     "busy_s": lambda value, role: f"busy for {units.duration(value)}" if value else "",
+    "precision": lambda value, role: f"computes in {value}",
+    "recomputes": lambda value, role: "computes layers again in the backward, to save memory",
     "conducts": lambda value, role: "conducts the run" if value else "",
     "conductor": lambda value, role: "" if role.get("conducts") else f"conducted by {units.short(str(value))}",
     "complete": lambda value, role: "the run is complete",

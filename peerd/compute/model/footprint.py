@@ -1,44 +1,136 @@
 """Room that a stage takes here: what `core/model/stage_memory` says for the number of its parameters, which is that of
-the model itself, built without values, so nothing here takes memory. A post refuses to begin what surely does not fit,
+the model itself, built without values, so it takes no memory to know. Only the activations of a user's own layers are
+measured, for which a stage of them is built (`measured_footprint`). A post refuses to begin what surely does not fit,
 and `peerd doctor` says so before.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
 import outcome
 import psutil
+import torch
+from torch import Tensor
 
 from peerd.compute.gpu import free_bytes
 from peerd.compute.model.offload import offloads
-from peerd.compute.model.partition import ModelPiece, build, outline, spans
+from peerd.compute.model.partition import DTYPES, ModelPiece, build, outline
+from peerd.compute.model.precision import Precision
 from peerd.compute.tokenizer import load_vocabulary
+from peerd.compute.user_code import torchs_random_numbers
 from peerd.core.errors import ConfigError
-from peerd.core.model.stage_memory import StageFootprint, activations_of, footprint_of, layer_counts
+from peerd.core.model.stage_memory import (
+    ITEM_BYTES,
+    LOSS_VALUES,
+    Activations,
+    StageFootprint,
+    activations_of,
+    footprint_of,
+    layer_counts,
+)
 from peerd.core.run.runfile import RunFile
+from peerd.local_code import guarded
 
 _TOLERATED = 1.05  # times limits.memory_gb, as `control/memory_limit`
+_CPU: Final = torch.device("cpu")
 _LEAST_ROOM_BYTES = 16 << 20  # for activations: with less than a few microbatches a stage does nothing
 
 
 def footprint(run: RunFile, stage: int) -> StageFootprint:
-    """The room that `stage` of `run` takes; ConfigError when the model cannot be built."""
-    layers = layer_counts({name: tensor.numel() for name, tensor in _shapes(run, stage).named_parameters()})
+    """The room that `stage` of `run` takes, without the activations of layers of the user's own; ConfigError when the
+    model cannot be built.
+    """
+    layers = _counts(_shapes(run, stage))
     if run.model.kind != "gpt":
         return footprint_of(run, stage, layers)
-    vocab_size, last = load_vocabulary(run.model.vocab).size, stage == run.pipeline.stages - 1
-    return footprint_of(run, stage, layers, activations_of(run, spans(run)[stage], vocab_size, last))
+    return footprint_of(run, stage, layers, activations_of(run, stage, load_vocabulary(run.model.vocab).size))
+
+
+def measured_footprint(run: RunFile, stage: int) -> StageFootprint:
+    """As `footprint`, with the activations of layers of the user's own, which are built and computed for it on the CPU.
+
+    ConfigError also when a layer fails.
+    """
+    if run.model.kind == "gpt":
+        return footprint(run, stage)
+    piece = build(run, [stage])
+    return footprint_of(run, stage, _counts(piece), _measured_activations(run, stage, piece))
+
+
+def _counts(piece: ModelPiece) -> list[int]:
+    return layer_counts({name: tensor.numel() for name, tensor in piece.named_parameters()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Bytes of one forward, by layer: what is saved in it and not in one before it; the input of all but the last, if
+    it is no token.
+    """
+
+    saved: list[int]
+    inputs: list[int]
+
+
+def _measured_activations(run: RunFile, stage: int, piece: ModelPiece) -> Activations:
+    """Activations of one microbatch of a stage of the user's own layers, which are `piece`: what torch saves for the
+    backward. ConfigError says which layer failed.
+
+    What is saved grows in a straight line with the samples; the rest, such as 16-bit copies of weights, is saved once.
+    One and two samples, on the CPU, tell the line, so no whole microbatch is ever in memory here.
+    """
+    with torchs_random_numbers(run.seed):
+        one, two = (_passed(run, stage, piece, samples) for samples in (1, 2))
+    grows = [after - before for before, after in zip(one.saved, two.saved, strict=True)]
+    once = sum(max(0, before - more) for before, more in zip(one.saved, grows, strict=True))
+    inputs = sum(two.inputs) - sum(one.inputs)
+    if stage == run.pipeline.stages - 1:
+        scores = run.model.context * load_vocabulary(run.model.vocab).size
+        grows[-1] += LOSS_VALUES * ITEM_BYTES[run.model.dtype] * scores
+    samples = run.pipeline.microbatch
+    return Activations(once + samples * sum(grows), once + samples * (inputs + max(grows)))
+
+
+def _passed(run: RunFile, stage: int, piece: ModelPiece, samples: int) -> _Pass:
+    """One forward of so many samples."""
+    m = run.model
+    if stage:
+        x = torch.randn(samples, m.context, m.d_model, dtype=DTYPES[m.dtype], requires_grad=True)
+    else:
+        x = torch.randint(load_vocabulary(m.vocab).size, (samples, m.context))
+    seen = {tensor.untyped_storage().data_ptr() for tensor in (*piece.parameters(), *piece.buffers())}
+    found = _Pass([], [])
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            found.saved[-1] += storage.nbytes()
+        return tensor.detach()
+
+    layers = piece.layers
+    with torch.enable_grad(), Precision(run.precision, _CPU).casting():
+        for index, layer in enumerate(layers):
+            found.saved.append(0)
+            found.inputs.append(x.nbytes if x.is_floating_point() and index < len(layers) - 1 else 0)
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                x = guarded(partial(layer, x), f"model.kind {m.kind}: layer {index} ({type(layer).__name__}) failed")
+    return found
 
 
 def recomputes(run: RunFile, stage: int, device: str) -> bool:
     """Whether layers are computed again in the backward: as `limits.recompute` says, else where the activations of a
     microbatch would take more than half of the memory that the stage leaves free, and always where parameters are
-    copied to the device one layer at a time. Before the stage is built.
+    copied to the device one layer at a time. Before the stage is built. ConfigError when those of layers of the user's
+    own cannot be measured.
     """
     if offloads(run, device):
         return True
     if run.limits.recompute is not None:
         return run.limits.recompute
-    taken = footprint(run, stage)
+    taken = measured_footprint(run, stage)
     if device.startswith("cuda"):
         free, _ = free_bytes(device)
         return taken.activations.kept > (free - taken.device_bytes) / 2
@@ -85,26 +177,27 @@ def refuse_if_too_large(run: RunFile, stage: int, device: str) -> None:
         raise ConfigError(f"{lack}; give this peer a smaller stage (limits.stage) or a machine with more memory")
 
 
-def spare_bytes(run: RunFile, state_bytes: int) -> int:
+def spare_bytes(run: RunFile, state_bytes: int, kept_bytes: int = 0) -> int:
     """Memory for what a peer may hold or not, at most `state_bytes`: with limits.memory_gb no more than is left of it
-    beside the sums of gradients and the copy for checkpoints, which come as training goes on.
+    beside the sums of gradients and the copy for checkpoints, which come as training goes on. `kept_bytes`: what it
+    holds of that already.
     """
     if not run.limits.memory_gb:
         return state_bytes
-    left = int(run.limits.memory_gb * 1e9) - _held_bytes() - 2 * state_bytes
+    left = int(run.limits.memory_gb * 1e9) - (_held_bytes() - kept_bytes) - 2 * state_bytes
     return max(0, min(left, state_bytes))
 
 
-def room_for_activations(run: RunFile) -> int:
+def room_for_activations(run: RunFile, kept_bytes: int = 0) -> int:
     """Bytes for tensors of microbatches that a stage keeps or has under way: by limits.activations_mb, else half of the
-    memory that is free now, within limits.memory_gb.
+    memory that is free now, within limits.memory_gb. `kept_bytes`: what such tensors take already.
     """
     if run.limits.activations_mb:
         return run.limits.activations_mb << 20
     free: int = psutil.virtual_memory().available
     if run.limits.memory_gb:
         free = min(free, int(run.limits.memory_gb * 1e9) - _held_bytes())
-    return max(_LEAST_ROOM_BYTES, free // 2)
+    return max(_LEAST_ROOM_BYTES, (free + kept_bytes) // 2)
 
 
 def lacking_for_call(run: RunFile, needed_bytes: int) -> str | None:

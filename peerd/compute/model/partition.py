@@ -55,10 +55,15 @@ class ModelPiece(nn.Module):
         for name, module, _ in layers:
             self.add_module(name, module)
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers as they are applied, one after the other."""
+        return [self.get_submodule(name) for name, times in self.steps for _ in range(times)]
+
     def forward(self, x: Tensor) -> Tensor:
         if self.offload is not None:
             return self.offload(x)
-        layers = [self.get_submodule(name) for name, times in self.steps for _ in range(times)]
+        layers = self.layers
         for layer in layers[:-1]:
             if self.recomputes and torch.is_grad_enabled() and x.is_floating_point():
                 x = checkpoint(layer, x, use_reentrant=False)

@@ -60,10 +60,13 @@ class Precision:
             largest = float(seed.abs().max())
         factor = 2.0 ** math.floor(math.log2(LARGEST / largest)) if largest > 0 else 1.0
         for attempt in range(ATTEMPTS):
+            found: list[Tensor] = []  # those of the attempt before go first
             output = compute()
             start = torch.ones_like(output) if seed is None else seed
-            found = torch.autograd.grad(output, inputs, start * factor, materialize_grads=True)
+            found = list(torch.autograd.grad(output, inputs, start * factor, materialize_grads=True))
             if attempt == ATTEMPTS - 1 or not all_finite(output.detach()) or all(map(all_finite, found)):
                 break
             factor /= STEP
-        return output, [gradient / factor for gradient in found]
+        for index, gradient in enumerate(found):  # one by one: all of them twice would be the most that a step takes
+            found[index] = gradient / factor  # not in place: two inputs may have the same gradient
+        return output, found

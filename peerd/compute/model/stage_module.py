@@ -95,9 +95,12 @@ class StageModule:
         self.total = Layout(self.layout.names + names, self.layout.shapes + shapes)  # of what travels
         self.low_rank = low_rank_of(run.averaging, self.total, self.dtype, run.seed)
 
-    def recompute(self) -> None:
-        """Keep less of a forward pass for its backward, from now on: see `ModelPiece`. Not where it moves buffers."""
+    def recompute(self) -> bool:
+        """Keep less of a forward pass for its backward, from now on (see `ModelPiece`); False where it moves buffers,
+        and nothing changes.
+        """
         self._piece.recomputes = not self.buffers.shared
+        return self._piece.recomputes
 
     @torch.no_grad()
     def forward(self, x: Tensor, training: bool = False) -> Tensor:

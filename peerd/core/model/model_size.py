@@ -61,9 +61,8 @@ def _size(run: RunFile, stage: int, vocab_size: int) -> StageSize:
     shapes, blocks = stage_shapes(run, stage, vocab_size), stage_spans(run, vocab_size)[stage]
     tokens = run.pipeline.microbatch * run.model.context
     forward = tokens * _multiply_adds(run, shapes, len(blocks))
-    last = stage == run.pipeline.stages - 1
     again = computes_again(run, stage)
-    sent = 0 if last else boundary_bytes(run)
+    sent = 0 if stage == run.pipeline.stages - 1 else boundary_bytes(run)
     got = 0 if stage == 0 else boundary_bytes(run)
     own = {name: shape for name, shape in shapes.items() if name.startswith(f"block{blocks.start}.")}
     layers = layer_counts({name: math.prod(shape) for name, shape in shapes.items()})
@@ -77,7 +76,7 @@ def _size(run: RunFile, stage: int, vocab_size: int) -> StageSize:
         gradient_bytes=_gradient_bytes(run, shapes),
         sent_bytes=sent,
         line_bytes=sent + got * (2 if again else 1),
-        footprint=footprint_of(run, stage, layers, activations_of(run, blocks, vocab_size, last)),
+        footprint=footprint_of(run, stage, layers, activations_of(run, stage, vocab_size)),
     )
 
 

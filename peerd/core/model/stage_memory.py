@@ -3,7 +3,8 @@
 Counts the most that a stage holds in a step: parameters, the optimizer's moments, the sums of gradients (one more in a
 delayed run, with the parameters before the last step), the sum of the last step (`limits.keep_totals`), and, one after
 the other, the gradients of a microbatch and the sum that averaging makes. With them go the residuals of a code that
-loses something, the parts of a round in messages, and, where the layers are known, the activations of one microbatch.
+loses something, the parts of a round in messages, and the activations of one microbatch: of a gpt as it is computed
+here, in `RunFile.precision`; those of a user's own layers are measured (`compute/model/footprint`).
 A checkpoint, or a state for a newcomer, is read piece by piece and takes no memory, unless the next step comes before
 it is written.
 
@@ -14,16 +15,18 @@ that follow each other, the gradient of one of them, and activations of layers t
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from peerd.core.model.model_shapes import feed_forward_width, first_with_experts
+from peerd.core.model.model_shapes import feed_forward_width, first_with_experts, stage_shapes, stage_spans
 from peerd.core.run.runfile import OptimizerSection, RunFile
 
 ITEM_BYTES: Final = {"float32": 4, "float64": 8}
+LOSS_VALUES: Final = 3  # of a score, while the loss of it is computed: its logarithm, and two gradients
 
-
+_HALF_BYTES: Final = 2
 _PARTS_UNDER_WAY: Final = 16  # of a round of averaging, in messages
 _CODED_VECTORS: Final = 3  # of a code with a residual: that one, the next one, and the gradient with it
 
@@ -56,13 +59,17 @@ class StageFootprint:
             return self.device_bytes, self.machine_bytes
         return (0 if device == "cpu" else self.copies_bytes), self.machine_bytes + self.device_bytes
 
+    def activation_bytes(self, device: str) -> int:
+        """Of one microbatch, as the run file has it computed."""
+        again = self.recomputes or (self.offload and device != "cpu")
+        return self.activations.recomputed if again else self.activations.kept
+
     def on(self, device: str, *, least: bool = False) -> tuple[int, int]:
         """Bytes of the device's own memory and of the machine's, with the activations of one microbatch. `least`: where
         layers may be computed again.
         """
         there, here = self.held(device)
-        again = least or self.recomputes or (self.offload and device != "cpu")
-        activations = self.activations.recomputed if again else self.activations.kept
+        activations = self.activations.recomputed if least else self.activation_bytes(device)
         return (there, here + activations) if device == "cpu" else (there + activations, here)
 
 
@@ -73,21 +80,33 @@ def moment_names(section: OptimizerSection) -> Sequence[str]:
     return ("exp_avg", "exp_avg_sq")
 
 
-def activations_of(run: RunFile, blocks: range, vocab_size: int, last: bool) -> Activations:
-    """Of a gpt's stage with these blocks. A test compares with what torch saves.
+def activations_of(run: RunFile, stage: int, vocab_size: int) -> Activations:
+    """Of a gpt's stage. A test compares with what torch saves.
 
-    In values of a token: a block saves 12 D and 4 F (attention 8 D, both norms and what they feed 4 D, the gate 4 F),
-    and D where it is computed again; the head saves 3 D and V, and its backward takes another 2 V.
+    In values of a token: a block saves 12 D and 4 F (each norm what it gets and that scaled, 4 D; attention what goes
+    into its matrices and comes out of them, 8 D; the gate 4 F), and D where it is computed again; the head saves 3 D
+    and V, and its backward takes another 2 V. In 16 bits so does what goes into matrices and comes out of them, and a
+    copy of each matrix is kept until the backward is done, also where layers are computed again.
     """
-    m, item_bytes = run.model, ITEM_BYTES[run.model.dtype]
+    m, item_bytes, full = run.model, ITEM_BYTES[run.model.dtype], run.precision == "full"
+    short_bytes = item_bytes if full else _HALF_BYTES
     width, wide = m.d_model, feed_forward_width(m.d_model)
+    blocks = stage_spans(run, vocab_size)[stage]
     gated = len(range(max(blocks.start, first_with_experts(run)), blocks.stop))
-    whole = (len(blocks) - gated) * (12 * width + 4 * wide) + gated * 12 * width
-    largest = 12 * width + 4 * wide if len(blocks) else 0
-    head = 3 * width + 3 * vocab_size if last else 0
+    attention, feed = (4 * item_bytes + 8 * short_bytes) * width, 4 * wide * short_bytes
+    whole = len(blocks) * attention + (len(blocks) - gated) * feed
+    last = stage == run.pipeline.stages - 1
+    head = (2 * item_bytes + short_bytes) * width + LOSS_VALUES * item_bytes * vocab_size if last else 0
+    again = max(0, len(blocks) - 1) * width * item_bytes + max(attention + feed if len(blocks) else 0, head)
+    copies = 0 if full else _HALF_BYTES * _matrix_values(run, stage, vocab_size)
     tokens = run.pipeline.microbatch * m.context
-    again = max(0, len(blocks) - 1) * width + max(largest, head)
-    return Activations(tokens * (whole + head) * item_bytes, tokens * again * item_bytes)
+    return Activations(tokens * (whole + head) + copies, tokens * again + copies)
+
+
+def _matrix_values(run: RunFile, stage: int, vocab_size: int) -> int:
+    """Values in the matrices that a stage of a gpt multiplies with."""
+    shapes = stage_shapes(run, stage, vocab_size)
+    return sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name != "embed.table")
 
 
 def footprint_of(

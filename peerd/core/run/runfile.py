@@ -300,6 +300,25 @@ class RunFile(Section, frozen=True):
         return self.limits.precision or self.model.precision
 
 
+def precision_text(run: RunFile) -> str | None:
+    """The precision that a stage is computed in here, with the run's where that is another; None for plain full."""
+    own, shared = run.precision, run.model.precision
+    if own != shared:
+        return f"{own} (limits.precision; the run's is {shared})"
+    return None if own == "full" else own
+
+
+def unused_precision(run: RunFile, *, hosts_experts: bool = False) -> str | None:
+    """The sentence that limits.precision has no effect here, or None if it has, or is not set."""
+    if run.limits.precision is None:
+        return None
+    told = f"limits.precision ({run.limits.precision}) has no effect"
+    if hosts_experts:
+        own = "float32" if run.experts is None else run.experts.dtype
+        return f"{told} on hosted experts: they compute in the run's experts.dtype, {own}"
+    return f"{told} on a user's own loop: it computes as its program says" if run.loop is not None else None
+
+
 def disk_bytes(run: RunFile) -> int | None:
     """Bytes of disk that the checkpoints of this peer may take; None: no limit."""
     allowed_gb = run.limits.disk_gb or (0.0 if run.line is None else LINE_DISK_GB)

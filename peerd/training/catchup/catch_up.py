@@ -123,6 +123,7 @@ class CatchingUp:
         self._turn = int.from_bytes(ctx.clock.secure_bytes(6), "big")
         self._stage = -1
         self._totals: Totals | None = None
+        self._state_bytes = 0
         self._kept_at = 0.0  # when the newest of them was kept
         self._goal: Position | None = None  # the swarm's position, while ours is another
         self.keep_branch: Callable[[Position], Awaitable[None]] = _keep_nothing  # before the state of one is dropped
@@ -170,12 +171,13 @@ class CatchingUp:
 
     def keep(self, before: Position, leap: Leap) -> None:
         """Keep the total of a step from `before`: others may need it. Earlier ones stay only where they do."""
+        run = self._services.run
         if self._totals is None:
-            state_bytes = sum(spec.nbytes for spec in self._joiner.model.outline())
-            run = self._services.run
-            self._totals = Totals(spare_bytes(run, state_bytes), run.limits.keep_totals)
+            self._state_bytes = sum(spec.nbytes for spec in self._joiner.model.outline())
+            self._totals = Totals(0, run.limits.keep_totals)
         if not self._totals_are_wanted:
             self._totals.forget()
+        self._totals.most_bytes = spare_bytes(run, self._state_bytes, self._totals.memory_bytes)  # as it is by now
         self._totals.keep(before, leap)
         self._kept_at = self._ctx.clock.now()
 

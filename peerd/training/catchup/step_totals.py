@@ -81,10 +81,10 @@ class Leap(NamedTuple):
 
 
 class Totals:
-    """See the module's header. Kept totals are shared, not copied: they must not be changed."""
+    """Kept totals, shared and not copied: they must not be changed. `most_bytes` may change from step to step."""
 
     def __init__(self, most_bytes: int, most: int = STATE_TOTALS) -> None:
-        self._most_bytes, self._most = most_bytes, min(most, STATE_TOTALS)
+        self.most_bytes, self._most = most_bytes, min(most, STATE_TOTALS)
         self._leaps: dict[Position, Leap] = {}  # oldest first
         self._put_out: set[Position] = set()  # those of which lie in files
 
@@ -93,18 +93,20 @@ class Totals:
         self._leaps.pop(before, None)
         self._put_out.discard(before)
         self._leaps[before] = leap
-        while len(self._leaps) > self._most or self.nbytes > self._most_bytes:
+        while len(self._leaps) > self._most or self.nbytes > self.most_bytes:
             del self._leaps[next(iter(self._leaps))]
 
     async def put_out(self, folder: Path, files: Worker) -> None:
-        """Move all totals but the newest from memory to files in `folder`."""
+        """Move all totals but the newest from memory to files in `folder`, one after the other."""
         self._put_out &= self._leaps.keys()
-        for before, leap in list(self._leaps.items())[:-1]:
-            if before not in self._put_out:
-                moved = await files.run(partial(leap.put_out, folder), name="write a total")
-                if self._leaps.get(before) is leap:
-                    self._leaps[before] = moved
-                    self._put_out.add(before)
+        for before in list(self._leaps)[:-1]:
+            leap = self._leaps.get(before)
+            if leap is None or before in self._put_out:
+                continue
+            moved = await files.run(partial(leap.put_out, folder), name="write a total")
+            if self._leaps.get(before) is leap:
+                self._leaps[before] = moved
+                self._put_out.add(before)
 
     def forget(self) -> None:
         """Drop all totals: no peer needs them."""
@@ -117,6 +119,11 @@ class Totals:
     @property
     def nbytes(self) -> int:
         return sum(leap.nbytes for leap in self._leaps.values())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of those that were not moved to files; of moved ones a full disk may have left some in memory."""
+        return sum(leap.nbytes for before, leap in self._leaps.items() if before not in self._put_out)
 
     def __len__(self) -> int:
         return len(self._leaps)

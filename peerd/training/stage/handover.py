@@ -17,11 +17,13 @@ import heapq
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol
 
 import trio
 from msgspec import structs
 
+from peerd.compute.model.footprint import room_for_activations
 from peerd.compute.model.kept_graph import Graph
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, Refused
@@ -76,7 +78,10 @@ class _UnderWay:
 
 
 class HandOver:
-    """The hand-over of one post. `room_bytes`: of tensors that it keeps and has under way; more is refused."""
+    """The hand-over of one post. `room_bytes`: of tensors that it keeps and has under way; more is refused.
+
+    `room_for`: that room, by the bytes that are kept now.
+    """
 
     def __init__(self, ctx: RoleContext, services: RunServices, place: HandOverPlace, serving: Serving) -> None:
         assert ctx.run is not None
@@ -98,6 +103,7 @@ class HandOver:
         self._linked_of: tuple[list[str], list[str]] = [], []  # the peers of which `_linked` was chosen
         self._linked: list[str] = []
         self.room_bytes = 0
+        self.room_for: Callable[[int], int] = partial(room_for_activations, self._run)
         self.refused_full = 0
         self._full_at = -1  # the step at which the log said that what is kept leaves no room
 
@@ -144,6 +150,12 @@ class HandOver:
         self._tickets.arrive(step)
         for key in [key for key in self._above if key[0] < step]:
             del self._above[key]
+
+    def look_for_room(self) -> None:
+        """Set `room_bytes` by the memory that is free now: between two steps, when nearly nothing is kept. What the
+        first step brings (moments, sums, buffers of averaging), and what other programs take, is known only then.
+        """
+        self.room_bytes = self.room_for(self.bytes)
 
     @property
     def in_flight(self) -> int:

@@ -17,7 +17,6 @@ from typing import Final
 
 import trio
 
-from peerd.compute.model.footprint import room_for_activations
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.limits import MICROBATCHES
@@ -26,7 +25,7 @@ from peerd.core.messages.encoding import Empty
 from peerd.core.messages.progress import StageProgress
 from peerd.core.messages.proof import receipt
 from peerd.core.messages.swarm import Mb, MemberAnswer, MemberInfo, Position, PostLoad, Receipt, Relocate
-from peerd.core.run.runfile import RunFile
+from peerd.core.run.runfile import RunFile, precision_text
 from peerd.core.run.stage_plan import planned_stage
 from peerd.role import RoleContext
 from peerd.service.pipeline.stage_calls import StageHandlers
@@ -100,7 +99,7 @@ class Post:
         self._rounds.check(self.state.model)
         specs = await self.state.work(self.state.model.outline, "outline the state")
         self._state_bytes = sum(spec.nbytes for spec in specs)
-        self.handover.room_bytes = room_for_activations(self._run)
+        self._look_for_room()
         await self.state.return_to_checkpoint()
         await self._store.open()
         self.session.since = self._ctx.clock.wall()
@@ -304,6 +303,11 @@ class Post:
         self.orders.arrived(anew)
         self.admissions.arrive()
         self.handover.arrived(self.step)
+        self._look_for_room()
+
+    def _look_for_room(self) -> None:
+        if self._own is None:  # else nothing is handed over
+            self.handover.look_for_room()
 
     def _restored(self, before: Position, target: Position) -> None:
         """Log a return to `target`; a step back is a warning, of the conductor's where this peer conducts."""
@@ -406,6 +410,8 @@ class Post:
             "handover": self.handover.status() if self.state.built and self._hands_over else None,
             "conducts": conducts,
             "conductor": self._following.conductor.text if self._following.conductor else None,
+            "precision": None if self._own is not None else precision_text(self._run),
+            "recomputes": self.state.recomputes,
             "averaging": self._rounds.told(),
             "members": [{"peer": m.peer, "stage": m.stage, "ready": m.ready} for m in self.members],
             "complete": self._complete,

@@ -51,7 +51,7 @@ class PostState:
         self._run: RunFile = ctx.run
         self._worker = ctx.worker(ctx.device)
         self._served: ServedStage | UserModel | None = None
-        self._recomputes = False  # layers are computed again in a backward
+        self.recomputes = False  # layers are computed again in a backward
         self._before: Position | None = None  # the position that the last step began at
         self.stage = stage
         self.position = START
@@ -135,13 +135,22 @@ class PostState:
             await self.work(need, "see whether the stage fits")
             if offloads(self._run, self._ctx.device):
                 self._ctx.log.event("stage.offloads", stage=self.stage)
-            choose = partial(recomputes, self._run, self.stage, self._ctx.device)
-            if await self.work(choose, "see whether activations fit"):
-                self._recomputes = True
-                self._ctx.log.event("stage.recomputes", stage=self.stage)
+            self.recomputes = self._run.experts is None and await self._choose_recomputation()
         self._served = await self.work(self._build, "build the stage")
+        if self.recomputes:
+            self._ctx.log.event("stage.recomputes", stage=self.stage)
         if self._own is not None:  # a user's first parameters are anything, not a function of the run's seed
             self.position = await self.work(self._own.model.here, "name the parameters")
+
+    async def _choose_recomputation(self) -> bool:
+        """Whether layers are to be computed again; not where the activations of own layers cannot be measured."""
+        choose = partial(recomputes, self._run, self.stage, self._ctx.device)
+        try:
+            return await self.work(choose, "see whether activations fit")
+        except ConfigError as error:
+            told = f"the memory for activations is not known: {error}"
+            self._ctx.log.event("stage.activations_unknown", level="warning", stage=self.stage, reason=told)
+            return False
 
     def _build(self) -> ServedStage | UserModel:
         if self._own:
@@ -149,8 +158,7 @@ class PostState:
         if self._run.experts is not None:
             return TrunkStage(self._run, self._ctx.device)
         served = ServedStage(self._run, self.stage, self._ctx.device)
-        if self._recomputes:
-            served.module.recompute()
+        self.recomputes = self.recomputes and served.module.recompute()
         return served
 
     async def return_to_checkpoint(self) -> None:

@@ -51,6 +51,13 @@ def test_a_stage_peer_says_what_it_has_and_how_microbatches_go_on() -> None:
     assert told.endswith(", hands on to …AAAAaaaa directly, to …BBBBbbbb over the trainer")
 
 
+def test_a_stage_peer_tells_what_it_does_otherwise_than_the_run_and_to_save_memory() -> None:
+    role = {"role": "stage", "precision": "bf16 (limits.precision; the run's is full)", "recomputes": True}
+    words = "computes in bf16 (limits.precision; the run's is full)"
+    assert list(details(role)) == [words, "computes layers again in the backward, to save memory"]
+    assert list(details({"role": "stage", "precision": None, "recomputes": False})) == []
+
+
 def test_a_trainer_says_why_it_does_not_send_more() -> None:
     told = {"role": "trainer", "microbatches": {"counted": 8, "in_flight": 5}, "in_flight_why": "all stages are full"}
     assert list(details(told)) == ["8 microbatches counted, 5 under way: all stages are full"]

@@ -5,7 +5,15 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from peerd.compute.model.footprint import footprint, lacking, lacking_for_call, refuse_if_too_large, spare_bytes
+from peerd.compute.model import footprint as footprint_file
+from peerd.compute.model.footprint import (
+    footprint,
+    lacking,
+    lacking_for_call,
+    refuse_if_too_large,
+    room_for_activations,
+    spare_bytes,
+)
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import LimitsSection, RunFile
 
@@ -40,6 +48,18 @@ def test_what_may_be_kept_or_not_gets_what_the_limit_leaves() -> None:
     assert spare_bytes(limited(held() / 1e9 / 2), 7) == 0
     left = spare_bytes(limited((held() + 250 * MB) / 1e9), 100 * MB)
     assert 0 < left < 100 * MB
+
+
+def test_what_is_kept_already_is_a_part_of_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint_file, "_held_bytes", lambda: 500 * MB)
+    run = limited(0.75)  # 250 MB are left
+    assert spare_bytes(run, 100 * MB) == 50 * MB
+    assert spare_bytes(run, 100 * MB, 30 * MB) == 80 * MB
+    assert spare_bytes(run, 100 * MB, 90 * MB) == 100 * MB
+    assert room_for_activations(run) == 125 * MB
+    assert room_for_activations(run, 50 * MB) == 150 * MB
+    own = RunFile(run="tiny", limits=LimitsSection(memory_gb=0.75, activations_mb=64))
+    assert room_for_activations(own, 50 * MB) == 64 << 20
 
 
 def test_a_call_fits_or_not_beside_what_the_process_holds_now() -> None:

@@ -30,7 +30,7 @@ def passed(stage: StageModule, keeps: bool) -> tuple[Tensor | None, Tensor]:
     return given, stage.gradient()
 
 
-@pytest.mark.parametrize("model", [{}, {"share_layers": True}, {"dtype": "float64"}], ids=str)
+@pytest.mark.parametrize("model", [{}, {"share_layers": True}, {"dtype": "float64"}, {"precision": "bf16"}], ids=str)
 @pytest.mark.parametrize(("stages", "stage"), [(1, 0), (2, 0), (3, 1), (2, 1)])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_the_bits_are_those_of_layers_that_are_kept(

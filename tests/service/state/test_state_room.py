@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,26 @@ def test_a_folder_that_takes_nothing_is_named_and_memory_is_used(
 
 def test_a_state_without_a_byte_has_room() -> None:
     assert len(StateRoom(0).row) == 0
+
+
+_WRITER = """
+import sys, time
+from pathlib import Path
+from peerd.service.state.state_room import StateRoom
+room = StateRoom(1 << 20, Path(sys.argv[1]))
+room.row[:] = b"x" * (1 << 20)
+room.put_out()
+print(room._is_file, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_leaves_no_file_behind(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as writer:
+        try:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "True\n"
+        finally:
+            writer.kill()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,105 @@
+"""`peerd doctor` on a stage's memory and precision, without a network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peerd.commands.doctor.finding import CheckResult
+from peerd.commands.doctor.run_checks import RunNeeds, precision_checks, run_checks
+from peerd.compute.model.footprint import measured_footprint
+from peerd.core.decoders import convert
+from peerd.core.run.runfile import LoopSection, RunFile, precision_text
+
+OWN = """
+from torch import nn
+
+class Wide(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 50 * width), nn.Linear(50 * width, width)
+
+    def forward(self, x):
+        if %s:
+            raise ValueError("not today")
+        return x + self.down(self.up(x).relu())
+
+def layers(run):
+    return [nn.Embedding(256, 16), Wide(16), nn.Linear(16, 256)]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(sections: dict[str, Any] | None = None, **model: Any) -> RunFile:
+    sizes = {"d_model": 16, "heads": 2, "layers": 2, "context": 64} | model
+    pipeline = {"stages": 1, "microbatch": 64}
+    return convert({"run": "x", "model": sizes, "pipeline": pipeline} | (sections or {}), RunFile)
+
+
+def found(run: RunFile, folder: Path, *roles: str) -> dict[str, CheckResult]:
+    return {one.check: one for one in run_checks(RunNeeds(run, roles, folder, "cpu"))}
+
+
+def sizes_in(text: str) -> list[float]:
+    """Sizes that a text names, in MB."""
+    return [float(number) for number in re.findall(r"([0-9.]+) MB", text)]
+
+
+def test_the_activations_of_ones_own_layers_are_a_part_of_what_is_told(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN % "False")
+    own = run(kind="own.py:layers")
+    told = found(own, tmp_path, "stage")["memory"]
+    whole, activations = sizes_in(told.found)
+    taken = measured_footprint(own, 0)
+    assert activations == pytest.approx(taken.activations.kept / 1e6, abs=0.1)
+    assert activations > 64 * 64 * 50 * 16 * 4 / 1e6
+    assert whole == pytest.approx(sum(taken.on("cpu")) / 1e6, abs=0.1)
+
+
+def test_a_layer_of_ones_own_that_fails_fails_doctor(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN % "True")
+    checks = found(run(kind="own.py:layers"), tmp_path, "stage")
+    assert checks["model"].verdict == "fail"
+    assert "layer 1 (Wide) failed: ValueError: not today" in checks["model"].found
+
+
+def test_memory_follows_the_precision_that_this_peer_computes_in(tmp_path: Path) -> None:
+    full = found(run(), tmp_path, "stage")
+    half = found(run({"limits": {"precision": "bf16"}}), tmp_path, "stage")
+    assert "precision" not in full
+    assert half["precision"].found == "a stage is computed in bf16 (limits.precision; the run's is full)"
+    assert sizes_in(half["memory"].found)[1] < sizes_in(full["memory"].found)[1]
+
+
+def precisions(run: RunFile, *roles: str) -> list[tuple[str, str]]:
+    return [(one.verdict, one.found) for one in precision_checks(RunNeeds(run, roles, Path(), "cpu"))]
+
+
+def test_a_precision_without_effect_is_one_line() -> None:
+    experts = run({"limits": {"precision": "fp16"}, "experts": {"grid": [2, 2]}})
+    told = "limits.precision (fp16) has no effect on hosted experts: they compute in the run's experts.dtype, float32"
+    assert precisions(experts, "expert") == [("warn", told)]
+    assert [verdict for verdict, _ in precisions(experts, "expert", "trainer")] == ["ok", "warn"]
+    section = LoopSection(model="Own", optimizer="SGD", layout="ab" * 32, layout_bytes=1)
+    loop = RunFile(run="own", loop=section, limits=run({"limits": {"precision": "bf16"}}).limits)
+    ((verdict, found),) = precisions(loop)
+    assert (verdict, found) == (
+        "warn",
+        "limits.precision (bf16) has no effect on a user's own loop: it computes as its program says",
+    )
+    assert precisions(run(), "stage", "expert") == precisions(run({"experts": {"grid": [2, 2]}}), "expert") == []
+
+
+def test_the_precision_is_told_with_the_runs_where_they_differ() -> None:
+    own = {"limits": {"precision": "full"}}
+    assert [precision_text(one) for one in (run(), run(precision="fp16"), run(own), run(own, precision="fp16"))] == [
+        *(None, "fp16", None),
+        "full (limits.precision; the run's is fp16)",
+    ]
