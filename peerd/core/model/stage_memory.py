@@ -2,10 +2,10 @@
 
 Counts the most that a stage holds in a step: parameters, the optimizer's moments, the sums of gradients (one more in a
 delayed run, with the parameters before the last step), the sum of the last step (`limits.keep_totals`), and, one after
-the other, the gradients of a microbatch and the sum that averaging makes. With them go the residuals of a code that
-loses something, the parts of a round in messages, and, where the layers are known, the activations of one microbatch.
-A checkpoint, or a state for a newcomer, is read piece by piece and takes no memory, unless the next step comes before
-it is written.
+the other, the gradients of a microbatch and the sum that averaging makes of an earlier one. With them go the residuals
+of a code that loses something, the parts of a round in messages, and, where the layers are known, the activations of
+one microbatch. A checkpoint, or a state for a newcomer, is read piece by piece and takes no memory, unless the next
+step comes before it is written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ ITEM_BYTES: Final = {"float32": 4, "float64": 8}
 
 
 _PARTS_UNDER_WAY: Final = 16  # of a round of averaging, in messages
-_CODED_VECTORS: Final = 3  # of a code with a residual: that one, the next one, and the gradient with it
+_KEPT_SUMS: Final = 1  # of a group of a grid, while groups join it to others
+# Of a code with a residual: that one, the next one, and the gradient with it, or what a further round of a grid misses.
+_CODED_VECTORS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ def footprint_of(run: RunFile, stage: int, parameters: int, activations: Activat
     moments, delayed, offload = len(moment_names(run.optimizer)), run.optimizer.delayed, run.optimizer.offload
     there = 1 + (2 if delayed else 1) + 1 + (0 if offload else moments)
     here = (1 if run.limits.keep_totals else 0) + (2 if delayed else 0) + (moments if offload else 0)
-    here += _CODED_VECTORS if run.averaging.code != "none" else 0
+    here += _KEPT_SUMS + (_CODED_VECTORS if run.averaging.code != "none" else 0)
     parts = min(each, _PARTS_UNDER_WAY * run.averaging.part_bytes)
     return StageFootprint(
         stage,
