@@ -192,3 +192,5 @@ async def test_a_group_of_one_makes_no_copy_of_its_sum(autojump_clock: MockClock
         members, own = Members(nodes, "none"), gradient(0)
         assert await members.sum(0, members.order(b"A" * 16, (0,), last=False), own) is own
         assert await members.sum(0, members.order(b"B" * 16, (0,), brings=b"A" * 16)) is own
+        plan = members.rounds[0].plan(members.order(b"C" * 16, (0,)), nodes[0].id)
+        assert await nodes[0].averaging.sum(plan, own, InlineWorker()) is own

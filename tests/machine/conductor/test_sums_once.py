@@ -211,7 +211,10 @@ def test_a_member_without_the_sum_that_it_is_to_bring_is_not_blamed_and_costs_no
     for attempt, orders in first:
         grid.end(attempt, orders, b"sum of " + orders[0].peer.encode())
     ((one, orders), *_) = grid.orders().items()
+    blamed = list[str]()
+    grid.conductor._blame.failed = lambda now, peer, why: blamed.append(peer)  # type: ignore[method-assign]
     grid.tell(PrepareEnded(orders[0].peer, one, False, absent=True))
+    assert not blamed
     assert len(grid.conductor._closing.stages[1].sums.tops) == 3
     assert not [output.text for output in grid.out if isinstance(output, Note)]
     grid.now += 6.0
