@@ -10,7 +10,7 @@ import trio
 
 from peerd.core.errors import Refused
 from peerd.core.ids import PeerId
-from peerd.core.messages.swarm import AverageAlive, AverageKey, Mb, Prepared
+from peerd.core.messages.swarm import AverageAlive, AverageKey, Mb, Position, Prepared
 from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile
 from peerd.service.rpc.rpc import Answer
 from tests.kit.declared import ANY, declared
@@ -102,6 +102,31 @@ async def test_an_order_of_a_conductor_that_is_followed_no_more_is_called_off(tm
             await over.wait()
         assert not scene.stage.role.post.serving.closing
         assert "called off" in said[0]
+
+
+async def test_an_order_that_waits_while_the_peer_moves_is_not_obeyed_at_another_step(
+    tmp_path: Path, run: RunFile
+) -> None:
+    async with swarm(tmp_path / "peers") as s, trio.open_nursery() as nursery:
+        scene = Scene(s, run)
+        await scene.start("trainer", "mate")
+        state, said = scene.stage.role.post.state, list[Prepared]()
+
+        over = trio.Event()
+
+        async def order() -> None:
+            said.append(await scene.prepare(attempt=b"1" * 16))
+            over.set()
+
+        async with state.moving:
+            nursery.start_soon(order)
+            await trio.sleep(5.0)
+            assert state.moving.statistics().tasks_waiting == 1
+            state.position = Position(state.position.step + 1, b"elsewhere")
+        with trio.fail_after(20):
+            await over.wait()
+        assert not said[0].ok
+        assert scene.stage.role.post.orders.prepared is None
 
 
 async def test_a_member_helps_several_groups_at_once_and_averages_beside_that(tmp_path: Path, run: RunFile) -> None:

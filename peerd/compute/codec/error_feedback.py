@@ -13,6 +13,7 @@ gradient coded again has the same bits. A peer that dies takes its residual with
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,13 @@ class Missed:
         if not self._begin(0, len(self.values)):
             self.values.fill(0)
         return self.values
+
+    def folded(self, others: Iterable[Missed]) -> Vector:
+        """All of the residual, with those of other rounds added for good."""
+        values = self.whole()
+        for other in others:
+            np.add(values, other.whole(), out=values)
+        return values
 
     def _begin(self, begin: int, end: int) -> bool:
         """Count these as begun; where some of them were before, which is the answer, the others are cleared."""
@@ -92,6 +100,12 @@ class ErrorFeedback:
         self._new = Missed(np.empty_like(vector))
         return self._new
 
+    def settle_further(self, missed: Sequence[Missed]) -> None:
+        """Rounds count to which we brought no gradient, and so no residual: what they missed is added to it."""
+        for one in missed:
+            self.residual = one.whole() if self.residual is None else np.add(self.residual, one.whole())
+        self._new = None
+
     def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
         """Code the part that begins at element `begin`; `seen`, perhaps `values`, gets it as decoded. NotFinite."""
         missed, more = self._new.room(begin, len(values)) if self._new is not None else (None, False)
@@ -114,9 +128,7 @@ class ErrorFeedback:
         `further`: what the rounds after it missed (`go_on`).
         """
         new = new or self._new
-        residual = new.whole() if new is not None else None
-        for one in further:
-            residual = one.whole() if residual is None else np.add(residual, one.whole(), out=residual)
+        residual = new.folded(further) if new is not None else None
         self._spare, self.residual, self._new = self.residual, residual, None
 
     def forget(self) -> None:

@@ -327,7 +327,8 @@ class Prepare(Message, frozen=True):
     listeners: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)] = msgspec.field(default_factory=list)
     copy: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)] = 0  # which of the groups that make the same sum, from 0,
     copies: Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)] = 1  # and how many of them there are
-    brings: AttemptName | None = None  # the order that gave the sum which this member brings; None: its own gradient
+    # The order that gave the sum which this member brings, or, if it listens, keeps; None: its own gradient, or none.
+    brings: AttemptName | None = None
     last: bool = True  # the result is the sum of the batch, for the step; else a later order has it brought
     second: bool = False  # of gradients in factors: it brings its second factors, made with the sum that it has
     leads: bool = True  # it brings what only one member of the stage may bring
@@ -339,6 +340,7 @@ class Prepared(Message, frozen=True):
     lost: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)]  # members that failed this one
     digest: Digest = b""  # SHA-256 of the mean that lies ready, as bytes in the order of the vector; "" of a helper
     refused: Mbs = msgspec.field(default_factory=Mbs)  # assigned, held, and of values that cannot be summed
+    absent: bool = False  # the sum that it is to bring is not here
 
 
 class Commit(Message, frozen=True):

@@ -2,11 +2,12 @@
 
 Counts the most that a stage holds in a step: parameters, the optimizer's moments, the sums of gradients (one more in a
 delayed run, with the parameters before the last step), the sum of the last step (`limits.keep_totals`), and, one after
-the other, the gradients of a microbatch and the sum that averaging makes. With them go the residuals of a code that
-loses something, the parts of a round in messages, and the activations of one microbatch: of a gpt as it is computed
-here, in `RunFile.precision`; those of a user's own layers are measured (`compute/model/footprint`).
-A checkpoint, or a state for a newcomer, is read piece by piece and takes no memory, unless the next step comes before
-it is written.
+the other, the gradients of a microbatch and the sum that averaging makes (in grids of `averaging.group_size` that of an
+earlier round as well; a grid that the conductor chooses for many members takes it, too). With them go the residuals of
+a code that loses something, the parts of a round in messages, and the activations of one microbatch: of a gpt as it is
+computed here, in `RunFile.precision`; those of a user's own layers are measured (`compute/model/footprint`). A
+checkpoint, or a state for a newcomer, is read piece by piece and takes no memory, unless the next step comes before it
+is written.
 
 With `limits.offload` all of that is in the machine's memory. A device with memory of its own holds copies of two layers
 that follow each other, the gradient of one of them, and activations of layers that are computed again.
@@ -28,7 +29,9 @@ LOSS_VALUES: Final = 3  # of a score, while the loss of it is computed: its loga
 
 _HALF_BYTES: Final = 2
 _PARTS_UNDER_WAY: Final = 16  # of a round of averaging, in messages
-_CODED_VECTORS: Final = 3  # of a code with a residual: that one, the next one, and the gradient with it
+_KEPT_SUMS: Final = 1  # of a group of a grid, while groups join it to others
+# Of a code with a residual: that one, the next one, and the gradient with it, or what a further round of a grid misses.
+_CODED_VECTORS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ def footprint_of(
     moments, delayed, offload = len(moment_names(run.optimizer)), run.optimizer.delayed, run.optimizer.offload
     there = 1 + (2 if delayed else 1) + 1 + (0 if offload else moments)
     here = (1 if run.limits.keep_totals else 0) + (2 if delayed else 0) + (moments if offload else 0)
-    here += _CODED_VECTORS if run.averaging.code != "none" else 0
+    here += (_KEPT_SUMS if run.averaging.group_size else 0) + (_CODED_VECTORS if run.averaging.code != "none" else 0)
     parts = min(each, _PARTS_UNDER_WAY * run.averaging.part_bytes)
     return StageFootprint(
         stage,

@@ -25,8 +25,8 @@ def plan_of(order: Prepare, own: str, terms: Terms) -> AveragingPlan:
     """The round that the order has `own` make; ValueError for an order that does not fit together."""
     if own not in order.group:
         raise ValueError("a round is not of this member and its group")
-    if own in order.listeners and order.brings is not None:
-        raise ValueError("a listener brings nothing")
+    if own in order.listeners and order.second:
+        raise ValueError("a listener brings no second factors")
     if order.second and (order.brings is None or order.further):
         raise ValueError("a second sum needs the first, and has none after it")
     return AveragingPlan.of(order, terms.part_bytes, terms.patience_s, terms.align)

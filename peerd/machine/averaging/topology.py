@@ -69,16 +69,20 @@ class Grouping:
         """An attempt with so many members has ended, and failed for want of those who are `lost`."""
         self._failures.observe(members, min(members, len(set(lost))))
 
-    def order(self, stage: int, group: tuple[str, ...]) -> Ordered:
-        """The topology in which `group` of `stage` averages. Raises NoSplit when nobody may sum."""
+    def order(self, stage: int, group: tuple[str, ...], *, wide: bool = False) -> Ordered:
+        """The topology in which `group` of `stage` averages. Raises NoSplit when nobody may sum.
+
+        `wide`: flat, or in groups as large as can be.
+        """
         exploring = self._exploring.setdefault(stage, Exploring())
         tried = exploring.next(self._lines.measured(stage, group), lambda: self._worth_trying(stage, group))
         self._lines.take_for_more(stage, tried)
         rule = group_size(len(group), self._failures.rate, _GROUP_MOST)
-        made_from, (known_from, known) = (group, self._lines.changes, rule.rounds), self._last.get(stage, (None, None))
+        made_from = group, self._lines.changes, rule.rounds, wide
+        known_from, known = self._last.get(stage, (None, None))
         if known is not None and made_from == known_from:  # many lines take long to divide
             return replace(known, news="")
-        found = self._best(stage, group, rule.rounds)
+        found = self._best(stage, group, rule.rounds, _GROUP_MOST if wide else self._size)
         self._last[stage] = made_from, found
         return replace(found, news="") if known is not None and found.news == known.news else found
 
@@ -88,11 +92,11 @@ class Grouping:
         """
         return len(group) > _GROUP_MOST or self._lines.slack(stage, group) > _WORTH_TRYING
 
-    def _best(self, stage: int, group: tuple[str, ...], rounds: int) -> Ordered:
-        if self._size:
-            if len(group) <= self._size:
+    def _best(self, stage: int, group: tuple[str, ...], rounds: int, size: int) -> Ordered:
+        if size:
+            if len(group) <= size:
                 return self._flat(stage, group)
-            sides = grid_within(len(group), self._size)
+            sides = grid_within(len(group), size)
             found = self._rounds(stage, group, sides)
             return _grid(stage, group, sides, found) if found else self._flat(stage, group)
         return self._chosen(stage, group, rounds)

@@ -234,7 +234,8 @@ class Admission:
         """Microbatches to admit to `step`'s batch, while there is room: the caller admits each before the next.
 
         `beside`: another step's batch, with other microbatches of the same trainers under way. `summed`: trainers that
-        get nothing while others wish for something, as their gradients are in a sum that would have to be made anew.
+        get nothing while others may have what they wish for: their gradients are in a sum that would have to be made
+        anew.
         """
         if ledger.full or not self._wishing:
             return
@@ -245,10 +246,10 @@ class Admission:
             return
         begun = _begun(ledgers)
         wishing = [name for name in self._wishing if any(self._fits(name, seq, step) for seq in unplaced[name])]
-        if not summed >= {*wishing}:
-            wishing = [name for name in wishing if name not in summed]
-        self._look_who_works(now, wishing, begun, ledger)
-        given = {name: self._given(now, name) for name in wishing}
+        others = [name for name in wishing if name not in summed]
+        given = self._shares(now, others, begun, ledger)
+        if len(others) < len(wishing) and not any(most != 0 for most in given.values()):
+            given = self._shares(now, wishing, begun, ledger)
         trainers = {name: self._trainers[name] for name in self._in_order(now, ledger, given)}
         paces = self._at_work(now, begun) if self.own_pace else {}
         paces = {name: pace for name, pace in paces.items() if name in trainers or name not in summed}
@@ -280,6 +281,13 @@ class Admission:
         self._wishing = {
             name: None for name in self._wishing if name in left and self._unplaced(name, ledgers, counted)
         }
+
+    def _shares(
+        self, now: float, wishing: Sequence[str], begun: Mapping[str, tuple[int, float]], ledger: Ledger
+    ) -> dict[str, int | None]:
+        """Number of microbatches that each of these may have under way; None: any number."""
+        self._look_who_works(now, wishing, begun, ledger)
+        return {name: self._given(now, name) for name in wishing}
 
     def _look_who_works(
         self, now: float, wishing: Sequence[str], begun: Mapping[str, tuple[int, float]], ledger: Ledger

@@ -10,7 +10,7 @@ exactly those that are not done or lack a holder, in the order of their `since`.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -55,11 +55,13 @@ class Ledger:
     unsaid: int = 0  # number of entries that are not `done`, and held in every stage: members have said so
     held: list[dict[str, dict[Mb, None]]] = field(default_factory=list)  # by stage and holder, of those that have some
     summed: list[set[Mb]] = field(default_factory=list)  # by stage, those in a partial sum or on their way into one
+    ceded: list[set[Mb]] = field(default_factory=list)  # of these, by stage, those that their holders have no longer
 
     def __post_init__(self) -> None:
         self.missing = [0] * self.stages
         self.held = [{} for _ in range(self.stages)]
         self.summed = [set() for _ in range(self.stages)]
+        self.ceded = [set() for _ in range(self.stages)]
 
     def clear(self) -> None:
         self.entries.clear()
@@ -70,8 +72,8 @@ class Ledger:
         self.missing = [0] * self.stages
         for held in self.held:
             held.clear()
-        for summed in self.summed:
-            summed.clear()
+        for mbs in (*self.summed, *self.ceded):
+            mbs.clear()
 
     def shed(self, most: int) -> bool:
         """Let go of some of a batch that is over, and not looked at any more; False when nothing is left.
@@ -137,9 +139,11 @@ class Ledger:
             self._close(mb, entry)
 
     def unhold(self, mb: Mb, stage: int, now: float) -> None:
-        """Nobody holds `mb` in `stage` any more; without effect while it is `summed`."""
+        """Nobody holds `mb` in `stage` any more; while it is `summed` this has no effect before its `release`."""
         entry = self.entries.get(mb)
-        if entry is not None and entry.holders[stage] != NOBODY and mb not in self.summed[stage]:
+        if mb in self.summed[stage]:
+            self.ceded[stage].add(mb)
+        elif entry is not None and entry.holders[stage] != NOBODY:
             _forget(self.held[stage], entry.holders[stage], mb)
             entry.holders[stage], entry.proofs[stage] = NOBODY, None
             entry.since = now
@@ -165,19 +169,23 @@ class Ledger:
 
     def keep_only(self, peer: str, stage: int, held: frozenset[Mb], now: float) -> None:
         """`peer` says what it holds in `stage`: anything else that was credited to it is lost."""
-        for mb in [mb for mb in self.held[stage].get(peer, ()) if mb not in held]:
-            self.unhold(mb, stage, now)
+        for mb in list(self.held[stage].get(peer, ())):
+            if mb not in held:
+                self.unhold(mb, stage, now)
+            else:
+                self.ceded[stage].discard(mb)
 
     def sum_up(self, stage: int, mbs: Iterable[Mb]) -> None:
         """These enter a partial sum of `stage`: the loss of a holder costs them nothing until they are released."""
         self.summed[stage].update(mbs)
 
-    def release(self, stage: int, mbs: Iterable[Mb], keeps: Callable[[str], bool], now: float) -> None:
-        """These are in no partial sum any more: their holders hold them, those that are gone (not `keeps`) nothing."""
+    def release(self, stage: int, mbs: Iterable[Mb], now: float) -> None:
+        """These are in no partial sum any more: their holders hold them, unless they have lost them meanwhile."""
         for mb in mbs:
             if mb in self.summed[stage]:
                 self.summed[stage].discard(mb)
-                if not keeps(self.entries[mb].holders[stage]):
+                if mb in self.ceded[stage]:
+                    self.ceded[stage].discard(mb)
                     self.unhold(mb, stage, now)
 
     def unsummed(self, stage: int, peer: str) -> tuple[Mb, ...]:
@@ -197,6 +205,7 @@ class Ledger:
             self.missing[stage] -= holder == NOBODY
             _forget(self.held[stage], holder, mb)
             self.summed[stage].discard(mb)
+            self.ceded[stage].discard(mb)
         _forget(self.by_trainer, mb.trainer, mb.seq)
         _forget(self.open, mb.trainer, mb.seq)
 
@@ -305,6 +314,7 @@ class Ledger:
             assert sum(map(len, self.held[stage].values())) == len(held)
         assert all(mbs for held in self.held for mbs in held.values())
         assert all(mb in self.entries and not self.lacks(mb, s) for s, mbs in enumerate(self.summed) for mb in mbs)
+        assert all(ceded <= summed for ceded, summed in zip(self.ceded, self.summed, strict=True))
         assert all(entry.lacking == entry.holders.count(NOBODY) for entry in self.entries.values())
 
 

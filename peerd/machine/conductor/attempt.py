@@ -57,17 +57,19 @@ class GroupAttempt:
 
     def result(self) -> PartialSum:
         """The sum that all of `prepared` have."""
-        stands = dict(self.stands)
-        for part in self.parts:
-            stands = part.stands | stands
+        own = [] if self.parts else list(self.stands.items())
+        counts = [part.count for part in self.parts] or [len(self.orders[peer].assigned) for peer in self.group]
+        kept = {peer: self.name for peer in self.group if peer in self.prepared and peer in self.stands}
         return PartialSum(
             contents=self.brought.union(*(part.contents for part in self.parts)),
-            kept={peer: self.name for peer in self.group if peer in self.prepared},
-            stands=stands,
+            count=sum(counts),
+            kept=kept,
+            stands={peer: self.stands[peer] for peer in kept},
+            bringers=(*own, *(bringer for part in self.parts for bringer in part.bringers)),
             digest=next(iter(self.digests.values()), b""),
             parts=self.parts,
             depth=1 + max((part.depth for part in self.parts), default=-1),
-            leads=self.leads or any(part.leads for part in self.parts),
+            leads=self.leads + sum(part.leads for part in self.parts),
             last=self.last,
             digests=dict(self.digests),
             summers=self.summers(),

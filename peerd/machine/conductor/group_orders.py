@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,7 @@ from peerd.machine.averaging.shares import NoSplit
 from peerd.machine.averaging.topology import Grouping, Ordered, OrderedGroup
 from peerd.machine.averaging.work_split import Split
 from peerd.machine.batch.batches import Batches
+from peerd.machine.batch.ledger import Ledger
 from peerd.machine.conductor.attempt import GroupAttempt
 from peerd.machine.conductor.partial_sums import PartialSum, PartialSums
 from peerd.machine.swarm.events import SendPrepare
@@ -36,6 +38,9 @@ class StageClose:
     sides: tuple[int, ...] = ()  # how many sums each group of a later round joins
     largest: int = 0  # members of a group, as planned
     left: set[str] = field(default_factory=set)  # members that the others of their groups have gone on without
+    wide: bool = False  # sums differed: the stage is flat, or its groups are as large as can be, until the step is made
+    in_vain: Counter[str] = field(default_factory=Counter)  # copies that members took, and that differed
+    absent: Counter[str] = field(default_factory=Counter)  # how often members did not have the sum they were to bring
     first: PartialSum | None = None  # the sum of the first factors, while the second ones are summed
     spared_until: float | None = None  # when members in sums get microbatches again; None: none are to be done
     spared: tuple[int, set[str]] = (-1, set())  # these members, at a version of the roster
@@ -44,6 +49,32 @@ class StageClose:
     not_before: float = 0.0
     problem: str = ""  # why no attempt can be made
     looked: object = None  # what there was at the last look for attempts to begin
+
+    def whole(self, entries: int) -> PartialSum | None:
+        """The sum of so many microbatches, with which members can make the step; None: there is none."""
+        top = self.sums.tops[0] if len(self.sums.tops) == 1 else None
+        return top if top is not None and top.last and len(top.contents) == entries else None
+
+    def fault(self, ledger: Ledger) -> str:
+        """The reason that the only sum is not that of the whole batch, with everything in it once; "" where it is."""
+        (top,) = self.sums.tops
+        if fault := self.sums.fault(ledger):
+            return fault
+        if top.contents != ledger.entries.keys():
+            return "it has other microbatches than the batch"
+        if top.leads + (self.first.leads if self.first is not None else 0) != 1:
+            return "it lacks what only one member may bring"
+        return ""
+
+    def leads(self) -> bool:
+        """True when what only one member may bring is in a sum, or on its way into one."""
+        led = any(top.leads for top in self.sums.tops) or any(one.leads for one in self.attempts.values())
+        return led or self.first is not None
+
+    def has_all_of(self, first: PartialSum) -> bool:
+        """True when those who keep the sum of first factors are those who brought one each, and are still there."""
+        here = [peer for peer, stand in first.bringers if self.sums.stand(peer) == stand]
+        return len(here) == len(first.bringers) and sorted(here) == sorted(first.kept)
 
     def view(self, version: int) -> object:
         """What decides on the attempts to begin, besides microbatches; `version`: the roster's."""
@@ -85,15 +116,19 @@ class GroupOrders:
         close.left -= {peer for peer in close.left if ledger.unsummed(stage, peer)}
         if not sums and not close.attempts:
             close.left.clear()
-        away = {*close.busy(), *sums.members(), *close.left}  # they have given what they hold, or are about to
+        # They have given what they hold, or are about to: if they did so again it would count twice.
+        away = {*close.busy(), *sums.members(), *sums.bringers(), *close.left}
         free = tuple(peer for peer in ready if peer not in away)
         order = _Order(now, stage, close, lineage)
         if close.first is not None and not sums:
             return self._second(order, close.first) if not close.attempts else []
-        if any(ledger.unsummed(stage, peer) for peer in free) or (free and not sums and not close.attempts):
+        led = close.leads()
+        if any(ledger.unsummed(stage, peer) for peer in free) or (free and not led and not close.attempts):
             return self._of_members(order, free)
         if close.attempts:
             return []
+        if not led:
+            raise NoSplit("what only one member may bring is lost")
         return self._of_sums(order, frozenset(ready), free)
 
     def _of_members(self, order: _Order, free: tuple[str, ...]) -> list[GroupAttempt]:
@@ -104,13 +139,12 @@ class GroupOrders:
         alone = not close.sums and not close.attempts
         how = self._planned(order, free, anew=alone)
         own = ledger.assigned(stage, free)
-        led = any(top.leads for top in close.sums.tops) or any(one.leads for one in close.attempts.values())
-        leader, last = "" if led else min(free), alone and len(how.groups) == 1
+        leader, last = "" if close.leads() else min(free), alone and len(how.groups) == 1
         tasks = (_Task(one, {peer: own[peer] for peer in one.meeting.peers}, leader, last=last) for one in how.groups)
         return [self._attempt(order, task) for task in tasks]
 
     def _planned(self, order: _Order, members: tuple[str, ...], *, anew: bool) -> Ordered:
-        how = self._grouping.order(order.stage, members)
+        how = self._grouping.order(order.stage, members, wide=order.close.wide)
         if how.news:
             self.note(how.news)
         if anew:
@@ -121,12 +155,18 @@ class GroupOrders:
         """Copies of sums for those that lack them, or else the groups that join the sums that there are."""
         close, tops = order.close, order.close.sums.tops
         whole = len(tops) == 1
+        if not whole and self._factors and close.first is None and any(top.last for top in tops):
+            raise NoSplit("a sum that was made of factors cannot be joined to others")
         lacking = [(top, [peer for peer in top.behind() if peer in ready and peer not in close.left]) for top in tops]
         found = list[_Task]()
         for top, behind in lacking:
-            if behind:
-                group = self._grouping.copy(order.stage, list(top.kept), behind)
-                found += self._bring(order, [group], (top,), top.last, top)
+            most = max(1, _LARGER * max(close.largest, 2) - 1)
+            parts = [behind[at : at + most] for at in range(0, len(behind), most)]
+            holders = list(top.kept)
+            for at, part in enumerate(parts[: len(holders)]):  # others get theirs when these have it
+                group = self._grouping.copy(order.stage, holders[at:] + holders[:at], part)
+                if group.meeting.senders[0] not in {peer for task in found for peer in task.one.meeting.senders}:
+                    found += self._bring(order, [group], (top,), top.last, top)
         if not found:
             found = self._ended(order, tops[0]) if whole else self._joined(order, free)
         return [self._attempt(order, task) for task in found]
@@ -148,14 +188,23 @@ class GroupOrders:
         for begin, end in itertools.pairwise(bounds):
             run = tuple(tops[begin:end])
             listeners = free if last and not self._factors else ()
-            clusters = [sorted(top.kept) for top in run]
-            groups = self._grouping.meet(order.stage, clusters, listeners) if len(run) > 1 else ()
-            if any(len(one.meeting.peers) > _LARGER * max(close.largest, side) for one in groups):
-                raise NoSplit("so few members are left of a group that the next ones would be too large")
+            groups = self._meetings(order, run, side, listeners) if len(run) > 1 else ()
             found += self._bring(order, groups, run, last)
         for top in tops:
             top.parts = ()  # members keep only what they bring
         return found
+
+    def _meetings(
+        self, order: _Order, run: tuple[PartialSum, ...], side: int, free: tuple[str, ...]
+    ) -> tuple[OrderedGroup, ...]:
+        """The groups that join these sums; of those that are `free`, as many listen as the groups have room for."""
+        clusters = [sorted(top.kept) for top in run]
+        groups = self._grouping.meet(order.stage, clusters)
+        room = _LARGER * max(order.close.largest, side) - max(len(one.meeting.peers) for one in groups)
+        if room < 0:
+            raise NoSplit("so few members are left of a group that the next ones would be too large")
+        heard = free[: room * len(groups)]
+        return self._grouping.meet(order.stage, clusters, heard) if heard else groups
 
     def _bring(
         self,
@@ -165,7 +214,9 @@ class GroupOrders:
         last: bool,
         copied: PartialSum | None = None,
     ) -> list[_Task]:
-        """The tasks of groups whose senders bring these sums, each the one that it keeps."""
+        """The tasks of groups whose senders bring these sums, each the one that it keeps. Of a listener the order names
+        the sum that it keeps, if any.
+        """
         kept = {peer: attempt for part in parts for peer, attempt in part.kept.items()}
         own = order.close.sums.own(self._batches.due, parts)
         gone = tuple(mb for holder, mbs in own.items() if holder not in kept for mb in mbs)
@@ -175,6 +226,9 @@ class GroupOrders:
             if gone:  # of members that could not say later that these were counted
                 assigned[one.meeting.peers[0]] += gone
             brings = {peer: kept[peer] for peer in one.meeting.senders}
+            brings |= {peer: newest for peer in one.meeting.listeners if (newest := _newest(parts, peer))}
+            for peer in one.meeting.peers:
+                order.close.sums.unkeep(peer, but=brings.get(peer, b""))  # each keeps no other sum than that
             found.append(_Task(one, assigned, "", parts, brings, last, copied))
         return found
 
@@ -232,6 +286,12 @@ class GroupOrders:
         if split is None or not self._factors or (task.last and close.first is None):
             return split
         return replace(split, elements=split.further if close.first is not None else split.elements, further=0)
+
+
+def _newest(parts: tuple[PartialSum, ...], peer: str) -> bytes:
+    """The attempt that gave the member the largest sum that it keeps of these and their parts; b"": it keeps none."""
+    sums = (one for part in parts for one in part.all() if peer in one.kept)
+    return max(((one.depth, one.kept[peer]) for one in sums), default=(0, b""))[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
 """Sums that groups of a stage have made on the way to the sum of the whole batch.
 
-A sum has contents (microbatches), and members that keep it. Members' own microbatches are summed first; then groups
-join the sums that there are. So when a group fails only its own sum is lost: the others are there, also when a member
-that brought something is not. Invariants (`check`): no microbatch is in two of the sums that are not part of a larger
-one, and every one of them is in the batch (`Ledger.summed`). Bookkeeping only: `stage_close` orders what is summed.
+A sum has contents (microbatches), members that have brought their own gradients to it, and members that keep it.
+Members' own microbatches are summed first; then groups join the sums that there are. So when a group fails only its own
+sum is lost: the others are there, also when a member that brought something is not. A sum whose state is in doubt is
+given up, and its members' gradients are summed again. Invariants (`fault`): a microbatch, and the gradient of a
+member's session, is in one of the sums that are not part of a larger one, once; each of these microbatches is in the
+batch (`Ledger.summed`). Bookkeeping only: `stage_close` orders what is summed.
 """
 
 from __future__ import annotations
@@ -28,17 +30,20 @@ class Stand(NamedTuple):
 class PartialSum:
     """One sum. `kept`: members that have it, in the order of their groups, and the attempt that gave it to each.
 
-    `stands`: of all that brought something, and of those that keep it. `parts`: the sums that it was made of, which are
-    there still where all who keep it are lost; none: microbatches, or they have been let go of.
+    `stands`: of those that keep it. `bringers`: the members whose own gradients are in it, as they were then. `parts`:
+    the sums that it was made of, which are there still where all who keep it are lost; none: members' own gradients, or
+    the parts have been let go of.
     """
 
     contents: frozenset[Mb]
+    count: int  # of microbatches, as often as each was summed: if it exceeds the contents the sum is wrong
     kept: dict[str, bytes]
     stands: dict[str, Stand]
+    bringers: tuple[tuple[str, Stand], ...]
     digest: bytes
     parts: tuple[PartialSum, ...] = ()
     depth: int = 0  # number of rounds before the one that made it
-    leads: bool = False  # it has what only one member of the stage may bring
+    leads: int = 0  # how often it has what only one member of the stage may bring
     last: bool = False  # those who keep it can make a step with it, if it is of the whole batch
     digests: dict[str, bytes] = field(default_factory=dict)  # as each member reported it
     summers: frozenset[str] = frozenset()  # all that summed a share of it, but for its parts'
@@ -59,8 +64,9 @@ class PartialSum:
 
     def join(self, other: PartialSum) -> None:
         """Another group has made the same sum, or has copied it."""
-        self.kept |= {peer: attempt for peer, attempt in other.kept.items() if peer not in self.kept}
-        self.stands |= other.stands
+        news = {peer: attempt for peer, attempt in other.kept.items() if peer not in self.kept}
+        self.kept |= news
+        self.stands |= {peer: other.stands[peer] for peer in news}
         self.digests |= other.digests
         self.summers |= other.summers
 
@@ -88,72 +94,88 @@ class PartialSums:
         """All that keep any of the sums."""
         return {peer: None for top in self.tops for peer in top.members()}
 
-    def add(self, found: PartialSum, copies: PartialSum | None = None) -> PartialSum:
+    def bringers(self) -> set[str]:
+        """The members whose own gradients are in a sum: they must not be summed once more."""
+        return {peer for top in self.tops for peer, stand in top.bringers if self.stand(peer) == stand}
+
+    def is_of_use(self, parts: tuple[PartialSum, ...], copies: PartialSum | None) -> bool:
+        """True when a sum of these parts, or the copy of a sum, has a place here: its parts are here, or others have
+        made the same sum.
+        """
+        if copies is not None:
+            return copies in self.tops
+        return all(part in self.tops for part in parts) or any(top.parts == parts for top in self.tops)
+
+    def add(self, found: PartialSum, copies: PartialSum | None = None) -> PartialSum | None:
         """Take in a sum in place of its parts, or join it to the same one that others have; returns this.
 
-        `copies`: the sum that it is a copy of.
+        `copies`: the sum that it is a copy of. Returns None, and forgets the sum, where it has no place.
         """
+        if not self.is_of_use(found.parts, copies):
+            return None
         same = (top for top in self.tops if top is copies or (found.parts and top.parts == found.parts))
         if (top := next(same, None)) is not None:
             top.join(found)
             return top
-        at = min((self.tops.index(part) for part in found.parts if part in self.tops), default=len(self.tops))
+        others = [top for top in self.tops if top not in found.parts]
+        if any(not found.contents.isdisjoint(top.contents) for top in others):
+            return None
+        at = min((self.tops.index(part) for part in found.parts), default=len(self.tops))
         self.tops.insert(at, found)
         self.tops = [top for top in self.tops if top not in found.parts]
         return found
+
+    def unkeep(self, peer: str, but: bytes = b"") -> None:
+        """Take note that a member has let go of its sums, but for the one that this attempt gave it."""
+        for one in (one for top in self.tops for one in top.all()):
+            if one.kept.get(peer, but) != but:
+                del one.kept[peer]
 
     def forget_lost(self, ledger: Ledger, now: float) -> None:
         """Members that are gone keep nothing; a sum that nobody keeps is lost, down to the parts that somebody keeps.
 
         So is one that has a microbatch which is not in the batch any more.
         """
-        kept = list[PartialSum]()
-        for top in self.tops:
-            for one in top.all():
-                for peer in [peer for peer in one.kept if self.stand(peer) != one.stands[peer]]:
-                    del one.kept[peer]
-            kept += self._kept(ledger, top, now)
-        self.tops = kept
-
-    def _kept(self, ledger: Ledger, one: PartialSum, now: float) -> list[PartialSum]:
-        if one.kept and one.contents <= ledger.summed[self._stage]:
-            return [one]
-        if one.parts:
-            return [found for part in one.parts for found in self._kept(ledger, part, now)]
-        self.release(ledger, one.contents, one.stands, now)
-        return []
+        for one in (one for top in self.tops for one in top.all()):
+            for peer in [peer for peer in one.kept if self.stand(peer) != one.stands[peer]]:
+                del one.kept[peer]
+        self.tops = [found for top in self.tops for found in self._left_of(ledger, top, now, frozenset())]
 
     def forget_outgrown(self, ledger: Ledger, now: float) -> None:
-        """Give up sums of members that hold more by now: their own microbatches are summed anew, all together."""
-        for top in list(self.tops):
-            more = [peer for peer in top.members() if ledger.unsummed(self._stage, peer)]
-            brought = {ledger.entries[mb].holders[self._stage] for mb in top.contents} if more else set[str]()
+        """Give up sums with the gradients of members that hold more by now, whether or not these keep them: their own
+        microbatches are summed anew, all together.
+        """
+        while True:
+            more = frozenset(peer for peer in ledger.held[self._stage] if ledger.unsummed(self._stage, peer))
             for peer in more:
-                for one in top.all():
-                    one.kept.pop(peer, None)
-            if brought.intersection(more):
-                self.tops.remove(top)
-                for one in top.all():
-                    if not one.parts:
-                        self.release(ledger, one.contents, one.stands, now)
+                self.unkeep(peer)
+            tops, self.tops = self.tops, []
+            for top in tops:
+                self.tops += self._left_of(ledger, top, now, more)
+            if self.tops == tops:
+                break
         self.forget_lost(ledger, now)
+
+    def _left_of(self, ledger: Ledger, one: PartialSum, now: float, more: frozenset[str]) -> list[PartialSum]:
+        """The sum, or what is left of it: parts that somebody keeps, without gradients of members that hold `more`."""
+        outgrown = any(peer in more and self.stand(peer) == stand for peer, stand in one.bringers)
+        if one.kept and one.contents <= ledger.summed[self._stage] and not outgrown:
+            return [one]
+        if one.parts:
+            return [found for part in one.parts for found in self._left_of(ledger, part, now, more)]
+        self.release(ledger, one.contents, now)
+        return []
 
     def forget_all(self, ledger: Ledger, now: float) -> None:
         """Begin anew with the members' own microbatches."""
-        for top in self.tops:
-            for one in top.all():
-                if not one.parts:
-                    self.release(ledger, one.contents, one.stands, now)
-        self.tops = []
+        tops, self.tops = self.tops, []
+        for top in tops:
+            self.release(ledger, top.contents, now)
 
-    def release(self, ledger: Ledger, mbs: Iterable[Mb], stands: dict[str, Stand], now: float) -> None:
-        """These are in no sum any more: those whose holders are gone are lost."""
-
-        def keeps(holder: str) -> bool:
-            return holder in stands and self.stand(holder) == stands[holder]
-
+    def release(self, ledger: Ledger, mbs: Iterable[Mb], now: float) -> None:
+        """These are in no sum any more: those whose holders have lost them must be done again."""
         missing = ledger.missing[self._stage]
-        ledger.release(self._stage, mbs, keeps, now)
+        ledger.release(self._stage, mbs, now)
         if ledger.missing[self._stage] != missing:
             self._lost()
 
@@ -164,9 +186,22 @@ class PartialSums:
             found.setdefault(ledger.entries[mb].holders[self._stage], []).append(mb)
         return {holder: tuple(mbs) for holder, mbs in found.items()}
 
+    def fault(self, ledger: Ledger) -> str:
+        """What is wrong with the sums: no step may be made with them; "" where nothing is."""
+        contents = set[Mb]().union(*(top.contents for top in self.tops))
+        bringers = [bringer for top in self.tops for bringer in top.bringers]
+        if len(contents) != sum(top.count for top in self.tops):
+            return "a microbatch is in it twice"
+        if not contents <= ledger.summed[self._stage]:
+            return "it has a microbatch that is not in the batch"
+        if len(bringers) != len({*bringers}):
+            return "a member's gradient is in it twice"
+        if sum(top.leads for top in self.tops) > 1:
+            return "what only one member may bring is in it twice"
+        return ""
+
     def check(self, ledger: Ledger) -> None:
         """Raise AssertionError when an invariant is broken."""
-        contents = [mb for top in self.tops for mb in top.contents]
-        assert len(contents) == len(set(contents))
-        assert ledger.summed[self._stage].issuperset(contents)
+        assert not self.fault(ledger), self.fault(ledger)
         assert all(one.kept for one in self.tops)
+        assert all(one.kept.keys() <= one.stands.keys() for top in self.tops for one in top.all())

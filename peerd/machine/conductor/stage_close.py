@@ -21,12 +21,14 @@ from peerd.machine.conductor.attempt import GroupAttempt
 from peerd.machine.conductor.blame import Blame
 from peerd.machine.conductor.group_orders import GroupOrders, StageClose
 from peerd.machine.conductor.partial_sums import PartialSum, PartialSums
-from peerd.machine.swarm.events import CancelAttempt, ConductorConfig, Output, PrepareEnded, Probe
+from peerd.machine.swarm.events import CancelAttempt, ConductorConfig, Note, Output, PrepareEnded, Probe
 from peerd.machine.swarm.roster import Roster
 
 _HEAR_S = 0.5  # wait for others' reports when a member has lost a peer: they lose it in the same moments
 _LATE_FACTOR = 3.0  # times as long as the first half of the members took, the rest may take
 _RETRY_MOST_S = 5.0
+_ABSENT_MOST = 2  # times in a step that a member lacks the sum it is to bring, and is not blamed
+_JURY = 3  # members of a group whose different sums show who is at fault, if the stage has so many
 
 
 class Closing:
@@ -80,7 +82,7 @@ class Closing:
                     self._cancel(now, stage, attempt)
             if close.first is not None:
                 self._forget(now, stage)
-            close.sums.forget_lost(self._batches.due, now)
+            self._look_for_losses(now, stage)
             close.settled = False
             self._spare(now, close)
 
@@ -140,15 +142,17 @@ class Closing:
         return min((at for close in self.stages if (at := close.due(now)) is not None), default=None)
 
     def lost(self, now: float, peer: str) -> None:
-        """A member, or a helper, is gone: call off the attempts that need it. The roster has it no longer."""
+        """A member, or a helper, is gone: call off the attempts that need it. The roster has it no longer, and its
+        microbatches are lost. Not to be called while members make the step: its sums are whole, whoever goes.
+        """
         for stage, close in enumerate(self.stages):
             for attempt in [one for one in close.attempts.values() if one.involves(peer)]:
                 self._grouping.observe(len(attempt.group), (peer,))
                 self._give_up(now, stage, attempt)
             if close.first is not None and peer in close.first.kept:
                 self._forget(now, stage)
-            close.sums.forget_lost(self._batches.due, now)
-            close.settled = close.settled and len(close.sums.tops) == 1 and close.sums.tops[0].last
+            self._look_for_losses(now, stage)
+            close.settled = close.settled and close.whole(len(self._batches.due.entries)) is not None
             if self._batches.due.missing[stage]:
                 self._spare(now, close)
 
@@ -180,9 +184,10 @@ class Closing:
     def begin(self, now: float, stage: int, ready: tuple[str, ...], lineage: bytes) -> bool:
         """Order the attempts that these members can begin now; True if there are any. `may_begin` must be true."""
         close = self.stages[stage]
-        if close.first is not None and not close.first.kept.keys() <= {*ready}:
+        if close.first is not None and not (close.has_all_of(close.first) and close.first.kept.keys() <= {*ready}):
             self._forget(now, stage)
         close.sums.forget_outgrown(self._batches.due, now)
+        self._look_for_losses(now, stage)
         if self._batches.due.missing[stage]:  # what somebody brought to a sum that was given up
             return False
         try:
@@ -218,7 +223,10 @@ class Closing:
             if attempt.heard_at is not None and now >= attempt.heard_at:
                 self._judge_accused(now, stage, attempt)
             elif attempt.late_at is not None and now >= attempt.late_at and not attempt.accused:
-                self._leave_behind(now, stage, attempt)
+                if 2 * len(attempt.prepared) >= len(attempt.group):
+                    self._leave_behind(now, stage, attempt)
+                else:  # others have the same sum: the members get copies
+                    self._cancel(now, stage, attempt)
 
     def _under_way(self) -> list[tuple[int, GroupAttempt]]:
         return [(stage, one) for stage, close in enumerate(self.stages) for one in close.attempts.values()]
@@ -253,6 +261,8 @@ class Closing:
         elif end.declines:
             self._fail(now, stage, attempt)
             self.blame.declined(now, end.peer, others=len(self._workers(stage)) > 1)
+        elif end.absent and attempt.orders[end.peer].brings:
+            self._absent(now, stage, attempt, end.peer)
         elif self.blame.newcomers(self._together(stage, attempt), [end.peer]):
             self.blame.let_go(now, end.peer, "failed averaging")  # and its report of others is ignored
             self._fail(now, stage, attempt)
@@ -269,6 +279,16 @@ class Closing:
             self._judge_accused(now, stage, attempt)
         else:
             self._all_answered(now, stage, attempt)
+
+    def _absent(self, now: float, stage: int, attempt: GroupAttempt, peer: str) -> None:
+        """A member has not got the sum that it is to bring: only if that goes on is it the member's fault."""
+        close = self.stages[stage]
+        close.sums.unkeep(peer)
+        self._fail(now, stage, attempt)
+        self._look_for_losses(now, stage)
+        close.absent[peer] += 1
+        if close.absent[peer] > _ABSENT_MOST:
+            self.blame.failed(now, peer, "does not keep the sums that it was given")
 
     def _not_ok(self, now: float, stage: int, attempt: GroupAttempt, end: PrepareEnded) -> None:
         assigned = attempt.assigned(end.peer)
@@ -317,6 +337,9 @@ class Closing:
     def _all_answered(self, now: float, stage: int, attempt: GroupAttempt) -> None:
         """Compare the digests of the sum that all have, also those in other groups: equal ones make it count."""
         close, found = self.stages[stage], attempt.result()
+        if attempt.copies is not None and any(one != attempt.copies.digest for one in attempt.digests.values()):
+            self._copy_differs(now, stage, attempt, attempt.copies)
+            return
         if len(set(found.digests.values())) > 1:
             self._fail(now, stage, attempt)
             self._judge_different(now, stage, attempt, found)
@@ -324,13 +347,59 @@ class Closing:
         del close.attempts[attempt.name]
         self._grouping.observe(len(attempt.group))
         top = close.sums.add(found, attempt.copies)
-        close.sums.forget_lost(self._batches.due, now)
+        if top is None:
+            close.sums.release(self._batches.due, attempt.brought, now)
+            self._begin_anew(now, stage, "a sum has no place among the others")
+            return
+        self._wait_no_longer(now, close, attempt)
+        self._look_for_losses(now, stage)
         if len(set(top.digests.values())) > 1:  # each group made another sum of the same
             self._forget(now, stage)
             self._pause(now, stage)
             self._judge_different(now, stage, attempt, top)
         else:
             self._look_whether_whole(now, stage)
+
+    def _wait_no_longer(self, now: float, close: StageClose, attempt: GroupAttempt) -> None:
+        """Other groups that make the sum which this attempt has made get as much time as late members do."""
+        for other in close.attempts.values():
+            same = other.parts == attempt.parts and other.copies is attempt.copies is None
+            if same and attempt.parts and other.late_at is None:
+                other.late_at = now + max(self._config.late_s, _LATE_FACTOR * (now - other.began))
+
+    def _look_for_losses(self, now: float, stage: int) -> None:
+        """Forget the sums that are lost, and call off the attempts to join or copy them: else what was in them would be
+        summed twice, as it enters other sums by now.
+        """
+        close = self.stages[stage]
+        close.sums.forget_lost(self._batches.due, now)
+        for attempt in [*close.attempts.values()]:
+            if attempt.name in close.attempts and not close.sums.is_of_use(attempt.parts, attempt.copies):
+                self._give_up(now, stage, attempt)
+
+    def _copy_differs(self, now: float, stage: int, attempt: GroupAttempt, top: PartialSum) -> None:
+        """Members report another sum than the one that they got a copy of: the word of one against that of another.
+
+        Nobody is blamed. The next copy is another member's, and who has had two in vain goes without the sum.
+        """
+        close, holder = self.stages[stage], attempt.group[0]
+        others = {peer for peer, digest in attempt.digests.items() if digest != top.digest}
+        self._fail(now, stage, attempt)
+        self.blame.note(f"stage {stage}: a copy of a sum differs from it, and is repeated")
+        given = top.kept.pop(holder, b"")
+        if holder in others or not given:
+            close.sums.unkeep(holder)
+        else:
+            top.kept[holder] = given  # the last of them, now
+        close.in_vain.update(others)
+        close.left |= {peer for peer in others if peer == holder or close.in_vain[peer] > 1}
+        self._look_for_losses(now, stage)
+
+    def _begin_anew(self, now: float, stage: int, why: str) -> None:
+        """Forget all sums of a stage that are not what they should be: a step with them would be wrong."""
+        self._out.append(Note(f"stage {stage} averages anew: {why}", warning=True))
+        self._forget(now, stage)
+        self._pause(now, stage)
 
     def _look_whether_whole(self, now: float, stage: int) -> None:
         """The stage is settled once all that can have the sum of the batch have it."""
@@ -341,19 +410,24 @@ class Closing:
         behind = {peer for peer in top.behind() if close.sums.stand(peer) is not None} - close.left
         if len(top.contents) < len(due.entries) or behind:
             return
-        if top.last:
+        first = self._config.factors and close.first is None and not top.last
+        if not top.last and not first:
+            return
+        if wrong := close.fault(due):
+            self._begin_anew(now, stage, f"its sum cannot be right: {wrong}")
+        elif first:
+            self._sum_second(now, stage, top)
+        else:
             close.settled = True
             self._agreements[stage].agreed()
-        elif self._config.factors and close.first is None:
-            self._sum_second(now, stage, top)
 
     def _sum_second(self, now: float, stage: int, first: PartialSum) -> None:
         """The first factors are summed: sum the second ones, if all who brought the first are there to do it."""
-        close, due = self.stages[stage], self._batches.due
-        brought = {due.entries[mb].holders[stage] for mb in first.contents}
         self._forget(now, stage)
-        if brought <= first.kept.keys():
-            close.first = first
+        if self.stages[stage].has_all_of(first):
+            self.stages[stage].first = first
+        else:
+            self._begin_anew(now, stage, "a member that brought its first factors cannot bring the second ones")
 
     def _judge_different(self, now: float, stage: int, attempt: GroupAttempt, found: PartialSum) -> None:
         """Members report different sums: without helpers and newcomers the next ones are, and else `Agreement` says who
@@ -363,6 +437,11 @@ class Closing:
             for peer in sorted(attempt.helpers):
                 alone = len(attempt.helpers) == 1
                 self.blame.let_go(now, peer, "summed where members ended with different sums", proven=alone)
+            return
+        if not self._may_judge(stage, attempt):
+            self.blame.note(f"stage {stage}: a few members have different sums: larger groups repeat them")
+            self.stages[stage].wide = True
+            self._forget(now, stage)
             return
         if newcomers := self.blame.newcomers(self._together(stage, attempt), found.kept):
             for peer in newcomers:
@@ -377,6 +456,16 @@ class Closing:
             self.blame.put_aside(now, peer, "has another sum than its stage-mates")
         self._rest(stage)
 
+    def _may_judge(self, stage: int, attempt: GroupAttempt) -> bool:
+        """False of one group among several, whose few members may be of one mind: who is at fault shows where all
+        members, or as many as can, sum together what they hold.
+        """
+        stands = {*attempt.stands.values()}
+        positions = {stand.position for stand in stands}
+        here = [peer for peer in self._workers(stage) if self._roster.entries[peer].position in positions]
+        size = len(attempt.group)
+        return not attempt.parts and (size >= len(here) or (self.stages[stage].wide and size >= _JURY))
+
     def _rest(self, stage: int) -> None:
         """Pass the peers that get no share for now to the lines."""
         self._roster.lines.rest(stage, self._agreements[stage].idle)
@@ -388,10 +477,13 @@ class Closing:
             self._pause(now, stage)
 
     def _pause(self, now: float, stage: int) -> None:
+        """Groups that fail at once, or while the pause is on, do not make it longer."""
         close = self.stages[stage]
+        self.changed = True
+        if now < close.not_before:
+            return
         close.not_before = now + min(_RETRY_MOST_S, self._config.retry_s * 2**close.failures)
         close.failures += 1
-        self.changed = True
 
     def _give_up(self, now: float, stage: int, attempt: GroupAttempt) -> None:
         """Call the attempt off; sums in factors begin anew, since the second ones need all who brought the first."""
@@ -405,4 +497,4 @@ class Closing:
         close = self.stages[stage]
         if close.attempts.pop(attempt.name, None) is not None:
             self._out.append(CancelAttempt(attempt.name))
-            close.sums.release(self._batches.due, attempt.brought, attempt.stands, now)
+            close.sums.release(self._batches.due, attempt.brought, now)

@@ -196,9 +196,11 @@ class StepCycle:
     def lose(self, now: float, peer: str) -> None:
         """Remove a member, or a helper, with the microbatches it held, its part in averaging and its move."""
         entry = self._roster.remove(peer)
-        self._closing.lost(now, peer)
         if entry is not None:
             self._batches.lose(peer, now)
+        if self._course.phase in (Phase.OPEN, Phase.CLOSING):  # else stages have moved that would lose their sums
+            self._closing.lost(now, peer)
+        if entry is not None:
             self._resting.lost(peer, entry.stage, None if self._course.commits else self._course.current)
             self._course.moving.discard(peer)
             self._closing.changed = True

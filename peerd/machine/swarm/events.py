@@ -114,6 +114,7 @@ class PrepareEnded:
     digest: bytes = b""  # of its sum
     refused: tuple[Mb, ...] = ()  # it holds these, and they cannot be summed
     declines: bool = False  # it answered that it takes no such order, as a member does that follows another conductor
+    absent: bool = False  # it does not have the sum that it is to bring
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ class SendPrepare:
     listeners: tuple[str, ...] = ()  # of the group: they take the sum and bring nothing
     copy: int = 0  # which of the groups that make the same sum, from 0,
     copies: int = 1  # and how many of them there are
-    brings: bytes = b""
+    brings: bytes = b""  # the attempt that gave the sum which it brings, or, if it listens, keeps
     last: bool = True  # the result is the sum of the whole batch, which a step is made with
     second: bool = False  # of sums in factors: it makes its second factors with the sum that it has, and brings these
     leads: bool = True  # it brings what only one member of the stage may bring

@@ -135,7 +135,8 @@ class Averaging:
     async def sum(
         self, plan: AveragingPlan, vector: Vector | None, worker: Worker, coder: PartCoder | None = None
     ) -> Vector:
-        """The sum of all senders' vectors, in a new array; raises RoundFailed. `vector` must not change meanwhile.
+        """The sum of all senders' vectors, in a new array, or `vector` itself where nobody else takes part; raises
+        RoundFailed. `vector` must not change meanwhile.
 
         A helper gives None, sums what it owns, and gets an empty array; a listener gives what it has, which does not
         count. Without `coder` parts travel as they are. LocalError when the plan has us take the sum and there is no
@@ -145,7 +146,7 @@ class Averaging:
         if takes != (vector is not None) or self._own not in plan.group:
             raise LocalError("the plan of this round gives us another part in it")
         if len(plan.group) == 1 and vector is not None:
-            return await worker.run(vector.copy, name="copy the only vector")
+            return vector
         evenly = Evenly(self._pacer, plan, self._own)
         state = OpenRound(plan, *self._laid_out(plan, vector), worker, coder or PlainParts(), evenly)
         began = trio.current_time()

@@ -159,7 +159,7 @@ class Orders:
             found = (await self._rpc.call(peer, "stage/6/prepare", body, Prepared, timeout_s=body.timeout_s)).body
             lost = tuple(post_name(one, stage_of(order.peer)) for one in found.lost)
             told = tuple(found.missing), lost, found.digest, tuple(found.refused)
-            end = PrepareEnded(order.peer, order.attempt, found.ok, *told)
+            end = PrepareEnded(order.peer, order.attempt, found.ok, *told, absent=found.absent)
         except RemoteError as error:
             log.info("an averaging attempt failed: %s", error)
             end = PrepareEnded(order.peer, order.attempt, False, declines=isinstance(error, Refused))

@@ -66,12 +66,26 @@ class Total:
         return Leap.made(model, target, self.vector)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sum:
-    """A vector, brought or summed, and what the rounds that led to it missed by their code."""
+    """A vector, brought or summed, and what the rounds that led to it missed by their code. `own`: our gradient is in
+    it, and our residual with that.
+    """
 
     vector: Vector
     missed: tuple[Missed, ...] = ()
+    own: bool = False
+
+    def fold(self) -> None:
+        """Make one of what all rounds so far missed: else each further round would keep one more vector."""
+        if len(self.missed) > 1:
+            first, *others = self.missed
+            first.folded(others)
+            self.missed = (first,)
+
+
+class SumAbsent(RoundFailed):
+    """The sum that this peer is to bring is not here."""
 
 
 _LONG_S = 10.0  # a round that takes longer is reported as waiting
@@ -190,13 +204,25 @@ class Rounds:
         summed = await self._averaging.sum(plan, brought.vector, self._worker, coder if len(plan.senders) > 1 else None)
         if plan.senders == (self._own,):
             summed = brought.vector  # whatever others made of it
-        self._kept[order.attempt] = _Sum(summed, brought.missed)
+        found = self._kept[order.attempt] = _Sum(summed, brought.missed, brought.own)
         if not order.last:
             return Total(summed, lambda: None)
         if low_rank is not None:
             return await self._of_second(low_rank, summed)
-        feedback, missed = self._feedback, brought.missed
-        return Total(summed, lambda: feedback.settle(*missed) if feedback is not None else None)
+        return Total(summed, lambda: self._settle(found))
+
+    def _settle(self, found: _Sum) -> None:
+        """The step with this sum is made. Where we only listened our residual is still to be brought."""
+        if self._feedback is None:
+            return
+        if found.own:
+            self._feedback.settle(*found.missed)
+        else:
+            self._feedback.settle_further(found.missed)
+
+    def keeps(self, attempt: bytes) -> bool:
+        """True while the sum that this attempt gave us is here."""
+        return attempt in self._kept
 
     async def _brought(
         self, order: Prepare, plan: AveragingPlan, vector: Vector | None, low_rank: LowRank | None
@@ -205,34 +231,34 @@ class Rounds:
         work, feedback = self._worker, self._feedback
         if vector is not None:
             if low_rank is not None:
-                return _Sum(await work.run(lambda: low_rank.begin(vector), name="make the first factors"))
+                return _Sum(await work.run(lambda: low_rank.begin(vector), name="make the first factors"), own=True)
             self._vector_is = (len(vector), vector.dtype.name, 0)
             return await work.run(lambda: self._with_residual(vector), name="add the residual")
-        if order.brings is None:
+        name = order.brings or b""
+        kept, listens = self._kept.get(name), self._own in order.listeners
+        self._kept = {name: kept} if kept is not None else {}  # the others are of no use, or were called off
+        if listens and kept is None:
             elements, dtype, _ = self._vector_is
-            newest = next(reversed(self._kept.items()), None)
-            self._kept = dict([newest]) if newest is not None else {}
-            known = newest[1] if newest is not None else _Sum(np.empty(elements, dtype))
-            return _Sum(np.zeros_like(known.vector), known.missed)
-        kept = self._kept.get(order.brings)
+            kept = _Sum(np.empty(elements, dtype))
         if kept is None:
-            raise RoundFailed("the sum that this peer is to bring is not here", ())
-        self._kept = {order.brings: kept}  # sums before it are of no use
+            raise SumAbsent("the sum that this peer is to bring is not here", ())
         if order.second:
             if low_rank is None:
                 raise RoundFailed("this run has no sum of second factors", ())
             return _Sum(await work.run(lambda: low_rank.project(kept.vector), name="make the second factors"))
         if feedback is None or plan.copy or len(plan.senders) == 1:
             return kept
-        return _Sum(kept.vector, (*kept.missed, feedback.go_on(kept.vector)))
+        if len(kept.missed) > 1:
+            await work.run(kept.fold, name="add up what the code missed")
+        return _Sum(kept.vector, (*kept.missed, feedback.go_on(kept.vector)), kept.own)
 
     def _with_residual(self, vector: Vector) -> _Sum:
         """Our gradient with what earlier rounds missed of it; a copy where there is a residual to add."""
         feedback = self._feedback
         if feedback is None:
-            return _Sum(vector)
+            return _Sum(vector, own=True)
         ours = vector.copy() if feedback.residual is not None else vector
-        return _Sum(ours, (feedback.begin(ours),))
+        return _Sum(ours, (feedback.begin(ours),), own=True)
 
     async def _of_factors(self, plan: AveragingPlan, vector: Vector, code: LowRank) -> Total:
         """The sum by PowerSGD's factors: two sums, the second of a projection on the first."""

@@ -22,7 +22,7 @@ from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.training.catchup.step_totals import Leap
 from peerd.training.helper_rounds import HelperRounds
-from peerd.training.stage.averaging import Rounds, Total
+from peerd.training.stage.averaging import Rounds, SumAbsent, Total
 from peerd.training.stage.post_state import PostState
 from peerd.training.stage.serving import Serving
 
@@ -38,7 +38,8 @@ class PostOrders:
         self._state, self._rounds, self._serving = state, rounds, serving
         self.stepped: Stepped = lambda before, leap, counted: None
         self.prepared: Position | None = None  # that a commit would lead to
-        self._total: Total | None = None  # that a commit would step with
+        self._total: Total | None = None  # that a commit would step with,
+        self._total_of = b""  # and the attempt that gave it
         self.counted: list[Mb] = []
         self.digest = b""
         self._closed = False
@@ -75,6 +76,8 @@ class PostOrders:
         plan = self._rounds.plan(body, call.peer)
         self._rounds.call_off_for(body.attempt)
         async with self._state.moving:
+            if body.step != self._state.position.step:  # it has moved while this waited
+                return Answer(Prepared(False, body.assigned, []))
             with self._rounds.under_way(body.attempt, call.peer):
                 return Answer(await self._average(body, plan))
 
@@ -94,6 +97,9 @@ class PostOrders:
         except Unusable as error:
             self._ctx.log.event("averaging.not_summed", level="warning", step=order.step, reason=str(error))
             return Prepared(False, Mbs(), [], refused=Mbs.of(error.mbs))
+        except SumAbsent as error:
+            self._ctx.log.event("averaging.failed", level="warning", step=order.step, reason=str(error))
+            return Prepared(False, Mbs(), [], absent=True)
         except RoundFailed as error:
             self._ctx.log.event("averaging.failed", level="warning", step=order.step, reason=explained(error))
             return Prepared(False, Mbs(), list(error.lost))
@@ -101,8 +107,11 @@ class PostOrders:
             raise Refused(str(error)) from None
         finally:
             self._serving.closing = False
+            if not self._rounds.keeps(self._total_of):  # the sum of an attempt that was called off
+                self.prepared, self._total = None, None
         if order.last:
-            self._total, self.prepared = total, Position(order.step + 1, order.lineage)
+            self._total, self._total_of = total, order.attempt
+            self.prepared = Position(order.step + 1, order.lineage)
             self.counted, self.digest = list(order.assigned), digest
         return Prepared(True, Mbs(), [], digest)
 

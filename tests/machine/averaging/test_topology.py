@@ -213,7 +213,7 @@ def test_a_good_order_is_taken() -> None:
     order = good()
     assert order.group == ["p000", "p002", "p004"]
     assert order.listeners == ["p004"]
-    for peer, brings in (("p000", b"b" * 16), ("p004", None)):
+    for peer, brings in (("p000", b"b" * 16), ("p004", None), ("p004", b"b" * 16)):
         assert plan_of(msgspec.structs.replace(order, brings=brings), peer, TERMS)
 
 
@@ -226,7 +226,7 @@ BAD: dict[str, Callable[[Prepare], dict[str, object]]] = {
     "twice": lambda o: {"group": ["p000", "p000"], "listeners": [], "split": []},
     "a listener twice": lambda o: {"listeners": ["p004", "p004"]},
     "a strange listener": lambda o: {"listeners": ["stranger"]},
-    "a listener that brings": lambda o: {"listeners": ["p000"]},
+    "a listener with second factors": lambda o: {"listeners": ["p000"], "second": True},
     "a copy too many": lambda o: {"copy": 2},
     "a second sum of nothing": lambda o: {"brings": None, "second": True},
     "a second sum and one after it": lambda o: {"second": True, "further": 10},
@@ -288,7 +288,7 @@ def test_a_group_that_fails_is_ordered_anew_without_the_lost_and_others_keep_the
         (("p001", "p003", "p008", "p005"), ("p005",)),
     ]
     brought = {order.peer: order.brings for order in joined}
-    assert [brought[peer] for peer in ("p000", "p003", "p008", "p005")] == [first, second, again[0].attempt, b""]
+    assert [brought[peer] for peer in ("p000", "p003", "p008", "p005")] == [first, second, again[0].attempt, second]
     other, one = columns
     out = conductor.handle(3.2, MemberGone("p003"))
     assert [output for output in out if isinstance(output, CancelAttempt)] == [CancelAttempt(one)]

@@ -72,6 +72,15 @@ def test_in_a_pipeline_trainers_take_turns() -> None:
     assert fill(admission, ledger, 0.0) == [Mb("a", 1), Mb("b", 10), Mb("a", 2), Mb("b", 11), Mb("b", 12)]
 
 
+def test_trainers_whose_gradients_are_summed_work_on_where_others_may_have_nothing() -> None:
+    admission, ledger = Admission(own_pace=True), Ledger(1, 4)
+    for name in ("a", "b"):
+        admission.report(name, (1, 2))
+    ledger.admit(Mb("a", 1), 0.0)
+    admission.strike(0.0, "b", 0)
+    assert {mb.trainer for mb in admission.wishes(0.0, ledger, Counted(), summed={"a"})}
+
+
 def test_a_slow_trainer_does_not_hold_up_the_end_of_a_step() -> None:
     seconds = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 5.0}
     ideal = 32 / sum(1 / each for each in seconds.values())

@@ -22,7 +22,7 @@ def test_what_it_keeps_count_of_follows_from_its_entries(rng: random.Random) -> 
         if mb not in ledger.entries:
             ledger.admit(mb, float(now))
             continue
-        match rng.randrange(7):
+        match rng.randrange(9):
             case 0:
                 ledger.finish(mb)
             case 1 | 2:
@@ -31,9 +31,13 @@ def test_what_it_keeps_count_of_follows_from_its_entries(rng: random.Random) -> 
                 ledger.unhold(mb, stage, float(now))
             case 4:
                 ledger.keep_only(holder, stage, held, float(now))
-                assert ledger.held[stage].get(holder, {}).keys() <= held
+                assert ledger.held[stage].get(holder, {}).keys() - ledger.summed[stage] <= held
             case 5:
                 ledger.lose(holder, float(now))
+            case 6:
+                ledger.sum_up(stage, (mb for mb in held if not ledger.lacks(mb, stage)))
+            case 7:
+                ledger.release(stage, held, float(now))
             case _:
                 ledger.drop(mb)
         ledger.check()
@@ -51,6 +55,22 @@ def test_each_member_is_assigned_what_it_holds() -> None:
     ledger.hold(Mb("a", 1), 0, "y")  # a later report
     assert ledger.assigned(0, ["x", "y", "z"]) == {"x": (Mb("a", 3),), "y": (Mb("a", 2), Mb("a", 1)), "z": ()}
     assert ledger.credit() == {"x": 1, "y": 2}
+
+
+def test_a_holder_that_lost_what_is_in_a_sum_holds_it_no_more_once_the_sum_is_given_up() -> None:
+    ledger, mbs = Ledger(1, 3), [Mb("a", seq) for seq in range(3)]
+    for mb in mbs:
+        ledger.admit(mb, 0.0)
+        ledger.hold(mb, 0, "x")
+    ledger.sum_up(0, mbs)
+    ledger.keep_only("x", 0, frozenset(mbs[:1]), 1.0)
+    ledger.check()
+    assert not ledger.missing[0]
+    ledger.keep_only("x", 0, frozenset(mbs[:2]), 2.0)  # it has heard of the second one again
+    ledger.release(0, mbs, 3.0)
+    ledger.check()
+    assert ledger.unsummed(0, "x") == tuple(mbs[:2])
+    assert ledger.lacks(mbs[2], 0)
 
 
 def test_a_batch_that_is_over_is_let_go_of_in_pieces() -> None:

@@ -25,16 +25,16 @@ LEASE_S = 30.0
 
 
 class Grid:
-    """Nine members of the last stage, each with one microbatch, average in groups of three."""
+    """Members of the last stage, nine if nothing else is said, average in groups of three."""
 
-    def __init__(self, stages: int, **more: object) -> None:
+    def __init__(self, stages: int, names: tuple[str, ...] = NAMES, **more: object) -> None:
         config = {"stages": stages, "microbatches": 9, "gather_s": 1.0, "group_size": 3, "lease_s": LEASE_S, **more}
         self.conductor = Conductor(ConductorConfig(**config), random.Random(1), 0.0)  # type: ignore[arg-type]
         self.now, self.first = 2.0, ["z"] * (stages - 1)
         self.out: list[Output] = []
         for peer in self.first:
             self.conductor.handle(0.0, hello(peer, stage=0))
-        for peer in NAMES:
+        for peer in names:
             self.conductor.handle(0.0, hello(peer, stage=stages - 1))
         self.conductor.wake(self.now)
 

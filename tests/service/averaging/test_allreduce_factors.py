@@ -187,7 +187,6 @@ async def test_all_end_with_the_same_bits_also_over_the_rounds_of_a_grid(autojum
                         attempt = attempt_name(number, 100 * step + at)
                         for member in (m for m in found if m.node.id.text in made.meeting.peers):
                             own = brings.get(member.node.id.text)
-                            own = None if member.node.id.text in made.meeting.listeners else own
                             how = order_of(made, attempt, own, 60.0, last=last)
                             how = msgspec.structs.replace(how, second=second)
                             nursery.start_soon(one, member, how, step, totals)

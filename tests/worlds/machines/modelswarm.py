@@ -47,6 +47,7 @@ class Member:
     early: Counter[Mb] = field(default_factory=Counter)
     at: dict[Mb, int] = field(default_factory=dict)  # the step of the parameters that each was computed with
     sums: dict[bytes, Counter[Mb]] = field(default_factory=dict)  # by the attempt that gave each
+    sent: Counter[Mb] | None = None  # of its last gradient in factors, until the second ones are made
     mean: Counter[Mb] | None = None
     prepared: Position | None = None
     counted: frozenset[Mb] = frozenset()
@@ -70,6 +71,8 @@ class Trainer:
 class Swarm:
     members_of_stage = 2
     group_size = 0
+    loss = 0.05  # share of calls, and of answers to them, that is lost
+    factors = False  # are gradients summed in factors?
     weighs = False  # does the conductor weigh what each member's gradients are worth?
 
     def __init__(self, seed: int, delayed: bool = False) -> None:
@@ -89,6 +92,7 @@ class Swarm:
         self.faulty = False
         self.asleep = ""
         self.overslept = 0
+        self.absent = 0  # orders to bring a sum that the member did not have
         for stage in range(STAGES):
             self.histories[stage, START] = ()
             for _ in range(self.members_of_stage):
@@ -103,6 +107,7 @@ class Swarm:
             gather_s=1.0,
             broken_s=3.0,
             group_size=self.group_size,
+            factors=self.factors,
             weighs=self.weighs,
         )
         return Conductor(config, random.Random(self.rng.random()), self.now, self.origin())
@@ -339,7 +344,7 @@ class Swarm:
 
     def deliver(self, call: SendPrepare | SendMove) -> None:
         m = self.members.get(call.peer)
-        lost = self.rng.random() < 0.05
+        lost = self.rng.random() < self.loss
         if isinstance(call, SendPrepare):
             if call.peer not in call.group:  # a helper, or a member that rests
                 self.tell(PrepareEnded(call.peer, call.attempt, not lost))
@@ -365,7 +370,8 @@ class Swarm:
             return
         total = functools.reduce(operator.add, (group[name][1] for name in call.group))
         for name in call.group:
-            if (other := self.members.get(name)) is None or self.rng.random() < 0.05:
+            fails = self.rng.random() < self.loss
+            if (other := self.members.get(name)) is None or (fails and self.rng.random() < 0.5):
                 self.tell(PrepareEnded(name, call.attempt, False))
                 continue
             order = group[name][0]
@@ -375,17 +381,22 @@ class Swarm:
                 other.mean, other.counted = found, frozenset(order.assigned)
                 other.prepared = Position(other.position.step + 1, call.lineage)
                 other.digest = self.digest(name, found)
-            self.tell(PrepareEnded(name, call.attempt, True, digest=self.digest(name, found)))
+            self.tell(PrepareEnded(name, call.attempt, not fails, digest=self.digest(name, found)))
 
     def brought(self, m: Member, call: SendPrepare) -> Counter[Mb] | None:
         """What a member brings to a sum; None: it cannot, and says so."""
+        if m.name in call.listeners or call.brings:
+            m.sums = {name: found for name, found in m.sums.items() if name == call.brings}
         if m.name in call.listeners:
             return Counter()
+        if call.second:
+            found, m.sent = m.sent, None
+            assert found is not None, "second factors of what was not sent"
+            return found
         if call.brings:
             if call.brings not in m.sums:
-                self.tell(PrepareEnded(m.name, call.attempt, False))
-            else:
-                m.sums = {call.brings: m.sums[call.brings]}
+                self.absent += 1
+                self.tell(PrepareEnded(m.name, call.attempt, False, absent=True))
             return m.sums.get(call.brings)
         m.sums.clear()
         missing = tuple(mb for mb in call.assigned if mb not in m.bag)
@@ -397,6 +408,7 @@ class Swarm:
             age = m.position.step - m.at[mb]
             assert 0 <= age <= self.delayed, "a gradient of parameters that are too old"
             self.stale += age
+        m.sent = m.bag.copy()
         return m.bag.copy()
 
     def sum_for(self, name: str, call: SendPrepare, total: Counter[Mb]) -> Counter[Mb]:
