@@ -237,6 +237,7 @@ DHT_LARGE_BYTES: Final = 1 << 20  # of large records that readings found, so tha
 DHT_TAGS_PER_CALL: Final = 256  # names of records that an asker has already
 RECORD_TAG_BYTES: Final = 16  # of such a name, which nobody can give to two records
 DIRECTORY_READ_BYTES: Final = 64 << 10  # that each look at a run takes of a key: a hundred announcements and more
+COUNTED_PEERS: Final = 4096  # whose work a conductor counts; those with the least are dropped first
 DHT_ANSWERS_KEPT: Final = 4  # of one key, as many times what one answer may hold: some that agree, and what each adds
 DHT_RECORDS_PER_STORE: Final = 64  # records that one message may bring
 DHT_STORE_BYTES: Final = 256 << 10  # the records of one such message, together
