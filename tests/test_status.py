@@ -5,18 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 
-from peerd.commands.status.status_board import RoleState
+from peerd.commands.status.status_board import RoleState, StatusBoard
 from peerd.commands.status.swarm_view import foretold_by, swarm_view
 from peerd.core.errors import Unreachable
 from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair
+from peerd.core.messages.contributions import (
+    Contributed,
+    CountedPage,
+    CountedRow,
+    contributions_key,
+    counted_key,
+)
+from peerd.core.messages.encoding import encode
 from peerd.core.messages.progress import StageProgress, TrainerProgress, encode_progress, progress_key, stage_key
 from peerd.core.run.runfile import PipelineSection, RunFile
 from peerd.service.dht.dht import Dht
+from peerd.sim.clock import SimClock
 
 RUN = RunFile(run="tiny", pipeline=PipelineSection(stages=2))
 
@@ -31,11 +41,17 @@ class Found:
     suffix: bytes = b""
 
 
+Entry = tuple[Key, "bytes | Found"]  # what is there as bytes is published by the peer of its number
+
+
 class Directory:
     """Answers from a table."""
 
-    def __init__(self, *entries: tuple[Key, bytes]) -> None:
-        self.entries = [(key, Found(peer(number), value)) for number, (key, value) in enumerate(entries)]
+    def __init__(self, *entries: Entry) -> None:
+        self.entries = [
+            (key, value if isinstance(value, Found) else Found(peer(number), value))
+            for number, (key, value) in enumerate(entries)
+        ]
 
     async def get_many(
         self, keys: Iterable[Key], *, timeout_s: float, max_age_s: float, most_bytes: int
@@ -128,3 +144,84 @@ async def test_a_directory_that_does_not_answer_is_said() -> None:
 def test_a_role_cannot_hide_its_state_behind_its_own_words() -> None:
     shown = RoleState("stage", "paused", 2, "boom", {"state": "fine", "role": "king", "x": 1}).as_dict()
     assert shown == {"waits_for": None, "x": 1, "role": "stage", "state": "paused", "restarts": 2, "failure": "boom"}
+
+
+# --- contributions ----------------------------------------------------------------------------------------------------
+
+
+def given(number: int, samples: int, role: str = "stage") -> Entry:
+    value = encode(Contributed(samples, 0, 3600, 1))
+    return contributions_key("tiny"), Found(peer(number), value, suffix=role.encode())
+
+
+def counted(number: int, *rows: tuple[int, int, int], since: int = 5) -> Entry:
+    told = [CountedRow(peer(one).public_key, computed, brought) for one, computed, brought in rows]
+    return counted_key("tiny"), Found(peer(number), encode(CountedPage(since, 9, 3, told)), 7000, b"0")
+
+
+def board(swarm: dict[str, Any]) -> list[tuple[PeerId, int | None, tuple[int, int] | None]]:
+    """Peer, own word and count of each row."""
+    rows = swarm["contributions"]
+    counts = [(row["counted"]["samples"], row["counted"]["brought"]) if row["counted"] else None for row in rows]
+    return [(row["peer"], row["samples"], count) for row, count in zip(rows, counts, strict=True)]
+
+
+LED = (stage(0, 9, conductor=peer(0).text), stage(1, 9, conductor=peer(0).text))  # by peers 0 and 1
+
+
+async def test_the_board_goes_by_the_counts_of_the_conductor_that_most_follow() -> None:
+    words = [given(1, 50), given(2, 10**15), given(3, 7, "aux"), given(0, 40)]
+    swarm = await view(Directory(*LED, *words, counted(0, (0, 41, 0), (1, 44, 2), (4, 0, 43))))
+    assert board(swarm) == [
+        (peer(1), 50, (44, 2)),
+        (peer(0), 40, (41, 0)),
+        (peer(4), None, (0, 43)),
+        (peer(2), 10**15, None),
+        (peer(3), 7, None),
+    ]
+    assert swarm["counted"] == {"by": peer(0), "since_step": 5, "step": 9, "unlisted": 3, "told_at": 7.0}
+    assert "unreadable_records" not in swarm
+
+
+async def test_a_stranger_that_counts_is_not_heard() -> None:
+    alone = stage_key("tiny", 0), Found(peer(6), stage(0, 9, conductor=peer(6).text)[1])
+    for hostile in (counted(6, (6, 10**15, 0)), (counted_key("tiny"), Found(peer(6), b"\xc1", 1, b"0"))):
+        swarm = await view(Directory(*LED, alone, given(6, 10**15), given(1, 50), hostile))
+        assert swarm["counted"] is None
+        assert board(swarm) == [(peer(6), 10**15, None), (peer(1), 50, None)]
+        assert "unreadable_records" not in swarm
+
+
+async def test_where_the_counts_cannot_be_read_the_peers_own_word_is_shown() -> None:
+    broken = counted_key("tiny"), Found(peer(0), b"\xc1 nonsense", 1, b"0")
+    swarm = await view(Directory(*LED, given(1, 50), broken))
+    assert (swarm["counted"], board(swarm)) == (None, [(peer(1), 50, None)])
+    assert swarm["unreadable_records"] == 1
+    nobody_conducts = await view(Directory(stage(0, 9, conductor=peer(5).text), counted(5, (5, 1, 1))))
+    assert nobody_conducts["counted"] is None
+
+
+async def test_shares_go_by_the_counts_once_there_are_any() -> None:
+    status = StatusBoard(cast(Any, (SimpleNamespace(id=peer(1)), None, None)), SimClock(1, "x"), cast(Any, None), RUN)
+
+    def note(own: int, liar: int, count: int | None) -> None:
+        rows = [
+            {"peer": peer(1), "samples": own, "brought": 0, "bytes_aggregated": 0, "counted": None},
+            {"peer": peer(2), "samples": liar, "brought": 0, "bytes_aggregated": 0, "counted": None},
+            {"peer": peer(3), "samples": None, "brought": None, "bytes_aggregated": None, "counted": None},
+        ]
+        if count is not None:
+            rows[0]["counted"] = rows[2]["counted"] = {"samples": count, "brought": 0}
+        status._note_shares(rows, counted=count is not None)
+
+    def share() -> float | None:
+        return status._shares["samples"].of(peer(1).text)
+
+    note(10, 30, None)
+    assert share() == 0.25
+    note(20, 10**15, 8)
+    assert share() == 0.5
+    note(30, 10**16, None)  # a new conductor has published nothing yet
+    assert share() == 0.5
+    note(30, 10**16, 16)
+    assert share() == 0.5

@@ -203,8 +203,57 @@ def test_the_swarm_alone_is_shown_with_its_leader_board() -> None:
     assert lines[-2][:8] == ["1", "Ann", "…4kx6nXTN", "12,345", "480", "77", "2.0", "MB"]
     assert lines[-1][:8] == ["2", "-", "…4kx6nXTM", "10", "0", "0", "0", "B"]
     assert "run tiny: step 7" in text
+    assert "contributions by the peers' own word" in text
     assert "no peer" in text
     assert "listening" not in text
+
+
+def counted_board() -> dict[str, Any]:
+    ann, bob = board()["contributions"]
+    ann["counted"] = {"samples": 12000, "brought": 470}
+    own = dict.fromkeys(("samples", "brought", "updates", "bytes_aggregated", "hours", "since"))
+    eve = {"peer": PEER[:-1] + "P", "name": "", **own, "counted": {"samples": 0, "brought": 9}}
+    counted = {"by": PEER, "since_step": 1234, "step": 5678, "unlisted": 0, "told_at": 1.0}
+    return board(contributions=[ann, eve, bob | {"counted": None, "samples": 10**15}], counted=counted)
+
+
+def test_the_leader_board_shows_the_conductors_counts_beside_each_peers_own_word() -> None:
+    lines = plain_text(render_swarm(counted_board())).splitlines()
+    assert lines[-5] == "contributions counted by peer …4kx6nXTN since step 1,234, beside each peer's own word"
+    assert lines[-4].split() == [
+        "name",
+        "peer",
+        "computed",
+        "says",
+        "brought",
+        "says",
+        "updates",
+        "summed",
+        "hours",
+        "since",
+    ]
+    cells = [line.split() for line in lines[-3:]]
+    assert cells[0][:9] == ["1", "Ann", "…4kx6nXTN", "12,000", "12,345", "470", "480", "77", "2.0"]
+    assert cells[1] == ["2", "-", "…4kx6nXTP", "0", "-", "9", "-", "-", "-", "-", "-"]
+    assert cells[2][:7] == ["3", "-", "…4kx6nXTM", "-", "1,000,000,000,000,000", "-", "0"]
+    few = counted_board()
+    few["counted"]["unlisted"] = 12
+    assert "own word; 12 peers with less left out" in plain_text(render_swarm(few))
+
+
+def test_the_watched_leader_board_shows_both_and_whose_count_it_is() -> None:
+    picture = watch_view.Watcher().draw_swarm(counted_board())
+    assert [line.plain for line in picture.events[::-1]] == [
+        "1. Ann: 12,000 computed, 470 brought; says 12,345 computed, 480 brought, 77 updates of experts, "
+        "2.0 MB summed, 1.2 hours",
+        "2. …4kx6nXTP: 9 brought; says nothing",
+        "3. …4kx6nXTM: not counted; says 1,000,000,000,000,000 computed, 0.0 hours",
+    ]
+    [[whose]] = picture.facts
+    assert whose.plain == "contributions counted by peer …4kx6nXTN since step 1,234, beside each peer's own word"
+    picture = watch_view.Watcher().draw_swarm(board())
+    assert picture.events[0].plain == "2. …4kx6nXTM: 10 computed, 0.0 hours"
+    assert picture.facts[0][0].plain == "contributions by the peers' own word"
 
 
 def test_a_swarm_without_anything_to_show_says_why() -> None:

@@ -42,6 +42,7 @@ from peerd.service.pipeline.stage_client import TrainerPapers
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.snapshot import KEPT, Fetcher, Giving, Snapshots
 from peerd.service.swarm.contributions import Tally, TallyOf
+from peerd.service.swarm.counted_record import CountedRecord
 from peerd.service.swarm.dial_trainers import CallingIn
 from peerd.service.swarm.directory import Directory
 from peerd.service.swarm.run_view import RunView
@@ -363,6 +364,7 @@ class RunServices:
         sizes = ConductorConfig(
             stages=run.pipeline.stages,
             microbatches=run.batch.target_samples // run.pipeline.microbatch,
+            microbatch_samples=run.pipeline.microbatch,
             delayed=run.optimizer.delayed,
             filled_at_once=run.optimizer.asynchronous,
             total_steps=run.optimizer.total_steps,
@@ -383,4 +385,6 @@ class RunServices:
             samples=run.batch.target_samples,
             prepare_timeout_s=_PREPARE_S + _SILENCES * run.averaging.sender_timeout_s,
         )
-        return Conducting(config, self._rpc, self._host, self.clock, self.following, self.proofs)
+        conducting = Conducting(config, self._rpc, self._host, self.clock, self.following, self.proofs)
+        conducting.publish_counts(CountedRecord(run.run, self._dht, self._rpc.gate))
+        return conducting

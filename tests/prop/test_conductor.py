@@ -13,7 +13,7 @@ from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import CancelAttempt, ConductorConfig, MemberGone, PrepareEnded, SendMove, SendPrepare
 from tests.kit.amount import some
 from tests.worlds.machines.conducting import first_order
-from tests.worlds.machines.modelswarm import RememberingSwarm, WeighingSwarm
+from tests.worlds.machines.modelswarm import BATCH, STAGES, RememberingSwarm, WeighingSwarm
 
 
 @pytest.mark.parametrize("delayed", [False, True])
@@ -51,6 +51,25 @@ def test_every_step_averages_one_whole_batch_whoever_rests(seed: int, delayed: b
     swarm.check()
     after = max(position.step for _, position in swarm.histories)
     assert after >= before + 3, f"the swarm stalled at step {after} (seed {seed}): {swarm.conductor.waits_for()}"
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("seed", some(range(12), 3))
+def test_a_conductor_counts_the_whole_batch_of_each_step_that_it_saw_made(seed: int, delayed: bool) -> None:
+    """Whatever happens on the way: attempts that fail and are repeated, batches that shrink, members that die."""
+    swarm, tenures = RememberingSwarm(seed, delayed), dict[int, Conductor]()
+    for faults in (True, False):
+        for _ in range(1000):
+            swarm.happen(faults=faults)
+            tenures[id(swarm.conductor)] = swarm.conductor
+    steps = 0
+    for conductor in tenures.values():
+        work, made = conductor.counted_work, conductor.course.steps_made
+        assert sum(one.brought for one in work.of.values()) == made * BATCH
+        assert sum(one.computed for one in work.of.values()) == made * BATCH * STAGES
+        assert (work.since_step is None) == (not made)
+        steps += made
+    assert steps >= 5, "hardly anything happened"
 
 
 def test_in_such_swarms_members_do_rest() -> None:

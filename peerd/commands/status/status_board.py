@@ -85,7 +85,8 @@ class StatusBoard:
         self._between_at = float("-inf")
         self._pulse, self._presence = Pulse(), Presence()
         self._train, self._valid = LossHistory(), LossHistory()
-        self._shares = {"samples": GrowingShares(), "brought": GrowingShares(), "bytes_aggregated": GrowingShares()}
+        self._shares = {key: GrowingShares() for key in ("samples", "brought", "bytes_aggregated")}
+        self._by_count = False  # True once the shares of samples go by a conductor's counts
         # As this process's roles tell: whether they work in the run, whether it is done, what they wait for.
         self._works, self._complete, self._waits_for = False, False, ""
         self._step: int | None = None  # the latest that they work at
@@ -176,11 +177,21 @@ class StatusBoard:
         self._looked_at = self._clock.now()
         self._train.note(found.get("step"), found.get("loss"))
         self._valid.note(found.get("valid_step"), found.get("valid_loss"))
-        for key, shares in self._shares.items():
-            shares.note({row["peer"].text: row[key] for row in found.get("contributions", [])})
+        self._note_shares(found.get("contributions", []), counted=found.get("counted") is not None)
         if not self._works:
             work = found.get("step"), found.get("microbatches")
             self._pulse.note(self._clock.now(), work, _told_reason(found, wall))
+
+    def _note_shares(self, rows: list[Told], *, counted: bool) -> None:
+        """Take the leader-board's figures: a conductor's counts, or the peers' own word before any."""
+        if counted and not self._by_count:
+            self._by_count = True
+            self._shares |= {key: GrowingShares() for key in ("samples", "brought")}
+        for key, shares in self._shares.items():
+            by_count = self._by_count and key != "bytes_aggregated"
+            if counted or not by_count:  # else the counts of a new conductor are on their way
+                told = [(row["peer"].text, (row["counted"] or {}) if by_count else row) for row in rows]
+                shares.note({peer: figures.get(key) or 0 for peer, figures in told})
 
     # --- what is shown --------------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ def render_swarm(swarm: Snapshot) -> RenderableType:
     if network := network_parts(swarm.get("network"), swarm_words.names_of(swarm), swarm_words.peers_of(swarm)):
         parts += [Text(""), *network]
     if swarm.get("contributions"):
-        parts += [Text(""), contributions_table(swarm["contributions"])]
+        parts += [Text(""), Text(swarm_words.board_by(swarm), "dim"), contributions_table(swarm)]
     return Group(*parts)
 
 
@@ -230,6 +230,9 @@ def peers_table(swarm: Snapshot) -> Table:
     return _table(swarm_words.PEER_HEADS, swarm_words.PEER_FIGURES, rows)
 
 
-def contributions_table(rows: Iterable[Snapshot]) -> Table:
+def contributions_table(swarm: Snapshot) -> Table:
     """The leader-board."""
-    return _table(swarm_words.BOARD_HEADS, swarm_words.BOARD_FIGURES, swarm_words.board_rows(rows))
+    rows = swarm_words.board_rows(swarm)
+    if swarm.get("counted"):
+        return _table(swarm_words.COUNTED_HEADS, swarm_words.COUNTED_FIGURES, rows)
+    return _table(swarm_words.BOARD_HEADS, swarm_words.BOARD_FIGURES, rows)

@@ -2,21 +2,23 @@
 
 Records in the DHT are strangers' words: decoded strictly, counted when unreadable. Each is as old as it is: `told_at`
 is when its publisher last spoke, and a rate counts only while it is fresh, so that what stands still shows no speed.
+The leader-board goes by the counts of the conductor that most stage peers follow, beside each peer's own word.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import DIRECTORY_READ_BYTES
-from peerd.core.messages.contributions import contributions_key, decode_contributed
+from peerd.core.messages.contributions import contributions_key, counted_key, decode_contributed
 from peerd.core.messages.progress import (
     decode_stage,
     decode_trainer,
+    followed_most,
     foretold_in_s,
     progress_key,
     stage_key,
@@ -24,14 +26,17 @@ from peerd.core.messages.progress import (
 )
 from peerd.core.record import Record
 from peerd.core.run.runfile import RunFile
+from peerd.machine.batch.counted_work import PeerWork
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.types import Gate
+from peerd.service.swarm.counted_record import CountedTable, read_counted
 
 SWARM_TIMEOUT_S: Final = 5.0
 COPY_AGE_S: Final = 2.0  # many who watch one run make its keys hot: copies on the way will do
 STAGES_SHOWN: Final = 64  # of a swarm view: bounds its look-ups
 FRESH_S: Final = 22.0  # a rate in a record that is older counts no more: peers speak every 20 s at least
 _COUNTED_AS: Final = {"trainer": "brought", "expert": "updates"}  # what a role tells, in the leader-board
+_OWN_WORD: Final = ("samples", "brought", "updates", "bytes_aggregated", "hours", "since")  # what a peer says of itself
 
 
 async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None, wall: float = 0.0) -> dict[str, Any]:
@@ -39,7 +44,7 @@ async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None, wall: flo
     stages = min(run.pipeline.stages, STAGES_SHOWN)
     keys = [stage_key(run.run, number) for number in range(stages)]
     try:
-        wanted = [*keys, progress_key(run.run), contributions_key(run.run)]
+        wanted = [*keys, progress_key(run.run), contributions_key(run.run), counted_key(run.run)]
         found = await dht.get_many(
             wanted, timeout_s=SWARM_TIMEOUT_S, max_age_s=COPY_AGE_S, most_bytes=DIRECTORY_READ_BYTES
         )
@@ -52,13 +57,30 @@ async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None, wall: flo
     ]
     trainers = _read(found.get(progress_key(run.run), []), decode_trainer, unreadable)
     given = _members(_given(found.get(contributions_key(run.run), []), unreadable), gate)
+    counted = _counted(rows, found.get(counted_key(run.run), []), gate, unreadable)
     return {
         "run": run.run,
         **summary(rows, trainers, wall),
         "stages": rows,
         "trainers": trainers,
-        "contributions": leader_board(given),
+        "contributions": leader_board(given, counted.of if counted is not None else {}),
+        "counted": _head(counted) if counted is not None else None,
     } | ({"unreadable_records": len(unreadable)} if unreadable else {})
+
+
+def _counted(
+    stages: list[dict[str, Any]], records: list[Record], gate: Gate | None, unreadable: list[Record]
+) -> CountedTable | None:
+    """The counts of the conductor that most stage peers follow, or None if they cannot be read."""
+    followed = followed_most((row["peer"].text, row["conductor"]) for stage in stages for row in stage["peers"])
+    by = next((r.publisher for r in records if r.publisher.text == followed), None)
+    return read_counted(by, records, gate, unreadable) if by is not None else None
+
+
+def _head(counted: CountedTable) -> dict[str, Any]:
+    """Facts about the counts, without the counts."""
+    names = ("by", "since_step", "step", "unlisted", "told_at")
+    return {name: getattr(counted, name) for name in names}
 
 
 def foretold_by(swarm: dict[str, Any], wall: float) -> float | None:
@@ -100,24 +122,32 @@ def _members(rows: list[dict[str, Any]], gate: Gate | None, *roles: str) -> list
     return found
 
 
-def leader_board(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Contributions by the peers' own word, one row for each peer over all its roles, the largest first.
+def leader_board(given: list[dict[str, Any]], counted: Mapping[PeerId, PeerWork]) -> list[dict[str, Any]]:
+    """Contributions, one row for each peer over all its roles: the most by the conductor's count first, then by the
+    peers' own word.
 
-    `samples`: those whose gradients it computed or held; `brought`: those that it brought to the stages, as a trainer;
-    `updates`: those of the experts that it hosts.
+    `samples`: those whose gradients a peer says it computed or held; `brought`: those that it says it brought to the
+    stages, as a trainer; `updates`: those of the experts that it hosts. A peer that says nothing has None for each.
+    `counted`: `samples` and `brought` as the conductor counted them, or None if it never counted the peer.
     """
     rows: dict[PeerId, dict[str, Any]] = {}
     for told in given:
         fresh = {"peer": told["peer"], "name": told["name"], "samples": 0, "brought": 0}
-        fresh |= {"updates": 0, "bytes_aggregated": 0, "hours": 0.0}
+        fresh |= {"updates": 0, "bytes_aggregated": 0, "hours": 0.0, "counted": None}
         row = rows.setdefault(told["peer"], fresh)
         row[_COUNTED_AS.get(told["role"], "samples")] += told["samples"]
         row["bytes_aggregated"] += told["bytes_aggregated"]
         row["hours"] = max(row["hours"], told["seconds"] / 3600)
         row["since"] = min(row.get("since", told["since"]), told["since"])
+    for peer, work in counted.items():
+        row = rows.setdefault(peer, {"peer": peer, "name": "", **dict.fromkeys(_OWN_WORD)})
+        row["counted"] = {"samples": work.computed, "brought": work.brought}
 
-    def most(row: dict[str, Any]) -> tuple[int, int, int, int, PeerId]:
-        return -row["samples"], -row["brought"], -row["updates"], -row["bytes_aggregated"], row["peer"]
+    def most(row: dict[str, Any]) -> tuple[list[int], PeerId]:
+        by_count = row["counted"] or {}
+        figures = [by_count.get("samples", 0), by_count.get("brought", 0)]
+        figures += [row[key] or 0 for key in ("samples", "brought", "updates", "bytes_aggregated")]
+        return [-figure for figure in figures], row["peer"]
 
     return sorted(rows.values(), key=most)
 

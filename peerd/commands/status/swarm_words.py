@@ -6,7 +6,7 @@ What a snapshot says may have come from strangers: all of it becomes plain text,
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from rich.text import Text
@@ -18,8 +18,12 @@ Swarm = Mapping[str, Any]
 SILENT_S: Final = 25.0  # a peer speaks every 20 s at least
 PEER_HEADS: Final = ("stage", "peer", "step", "held", "can do", "device", "waits")
 PEER_FIGURES: Final = frozenset({2, 3, 4})
-BOARD_HEADS: Final = ("", "name", "peer", "computed", "brought", "updates", "summed", "hours", "since")
+_BOARD_NAMES: Final = ("", "name", "peer")
+_BOARD_REST: Final = ("updates", "summed", "hours", "since")
+BOARD_HEADS: Final = (*_BOARD_NAMES, "computed", "brought", *_BOARD_REST)
 BOARD_FIGURES: Final = frozenset({0, 3, 4, 5, 6})
+COUNTED_HEADS: Final = (*_BOARD_NAMES, "computed", "says", "brought", "says", *_BOARD_REST)  # with a conductor's counts
+COUNTED_FIGURES: Final = frozenset({0, 3, 4, 5, 6, 7, 8})
 
 
 def names_of(swarm: Swarm) -> dict[str, str]:
@@ -163,14 +167,51 @@ def _state(peer: Swarm, names: Mapping[str, str]) -> str:
     return units.named(str(peer.get("waits_for") or units.UNKNOWN), names)
 
 
-def board_rows(rows: Iterable[Swarm]) -> Iterator[Sequence[Text]]:
-    """The leader-board: peers by what they say they gave; a name in it was signed by the organizer."""
-    for place, row in enumerate(rows, 1):
-        since = time.strftime("%Y-%m-%d", time.localtime(float(row.get("since", 0))))
+def board_by(swarm: Swarm) -> str:
+    """Whose figures the leader-board shows."""
+    counted = swarm.get("counted")
+    if not counted:
+        return "contributions by the peers' own word"
+    by, since = units.short(str(counted.get("by", "?"))), units.count(counted.get("since_step"))
+    told = f"contributions counted by peer {by} since step {since}, beside each peer's own word"
+    unlisted = counted.get("unlisted")
+    return f"{told}; {units.counted(unlisted, 'peer')} with less left out" if unlisted else told
+
+
+def board_rows(swarm: Swarm) -> Iterator[Sequence[Text]]:
+    """The leader-board, in COUNTED_HEADS where there are a conductor's counts, else in BOARD_HEADS; a name in it was
+    signed by the organizer.
+    """
+    for place, row in enumerate(swarm.get("contributions") or [], 1):
         told = [str(place), str(row.get("name") or units.UNKNOWN), units.short(str(row.get("peer", "?")))]
-        told += [units.count(row.get(key, 0)) for key in ("samples", "brought", "updates")]
-        told += [units.size(row.get("bytes_aggregated", 0)), f"{row.get('hours', 0.0):.1f}", since]
+        counts = row.get("counted") or {}
+        for key in ("samples", "brought"):
+            told += [units.count(counts.get(key))] if swarm.get("counted") else []
+            told.append(units.count(row.get(key, 0)))
+        told += [units.count(row.get("updates", 0)), units.size(row.get("bytes_aggregated", 0))]
+        hours, since = units.known(row.get("hours", 0.0)), units.known(row.get("since", 0))
+        told.append(units.UNKNOWN if hours is None else f"{hours:.1f}")
+        told.append(units.UNKNOWN if since is None else time.strftime("%Y-%m-%d", time.localtime(since)))
         yield [Text(cell) for cell in told]
+
+
+def board_line(row: Swarm, place: int, *, counted: bool) -> Text:
+    """One line of the leader-board. `counted`: there are a conductor's counts."""
+    name = str(row.get("name") or units.short(str(row.get("peer", "?"))))
+    gave = _samples(row)
+    gave += [f"{units.count(row['updates'])} updates of experts"] if row.get("updates") else []
+    gave += [f"{units.size(row['bytes_aggregated'])} summed"] if row.get("bytes_aggregated") else []
+    hours = units.known(row.get("hours"))
+    own = ", ".join([*(gave or ["nothing yet"]), *([f"{hours:.1f} hours"] if hours is not None else [])])
+    if not counted:
+        return Text(f"{place}. {name}: {own}")
+    by_count = ", ".join(_samples(row["counted"])) if row.get("counted") else "not counted"
+    return Text(f"{place}. {name}: {by_count}; says {'nothing' if hours is None else own}")
+
+
+def _samples(figures: Swarm) -> list[str]:
+    told = [f"{units.count(figures['samples'])} computed"] if figures.get("samples") else []
+    return told + ([f"{units.count(figures['brought'])} brought"] if figures.get("brought") else [])
 
 
 def event_line(event: Swarm, names: Mapping[str, str]) -> Text:

@@ -26,6 +26,7 @@ from peerd.screen.live import FullScreen
 
 PERIOD_S: Final = 1.0
 BAR: Final = 16  # columns
+_BOARD_LINES: Final = 10  # of the leader-board
 TRAIN, VALID = "cyan", "yellow"
 
 Snapshot = dict[str, Any]
@@ -73,8 +74,10 @@ class Watcher:
 
     def draw_swarm(self, swarm: Snapshot) -> Picture:
         """The swarm alone, with its leader-board where events would be."""
-        board = [_board_line(row, place) for place, row in enumerate(swarm.get("contributions") or [], 1)]
-        return self._picture(swarm, [], board[:10][::-1], self._told(swarm))
+        rows, counted = (swarm.get("contributions") or [])[:_BOARD_LINES], bool(swarm.get("counted"))
+        board = [swarm_words.board_line(row, place, counted=counted) for place, row in enumerate(rows, 1)]
+        facts = [[Text(swarm_words.board_by(swarm), "dim")]] if board else []
+        return self._picture(swarm, facts, board[::-1], self._told(swarm))
 
     def _picture(
         self, swarm: Snapshot, facts: Sequence[Parts], events: Sequence[Text], curves: tuple[list[Point], list[Point]]
@@ -166,13 +169,3 @@ def _traffic(snapshot: Snapshot) -> Parts:
     for name, way in (("in", "in"), ("out", "out")):
         told.append(f"{way} {units.size(net.get(f'bytes_{name}', 0))} ({units.size(net.get(f'{name}_per_s', 0))}/s)")
     return [Text(part, "dim") for part in told]
-
-
-def _board_line(row: Snapshot, place: int) -> Text:
-    """One line of the leader-board."""
-    name = str(row.get("name") or units.short(str(row.get("peer", "?"))))
-    gave = [f"{units.count(row['samples'])} computed"] if row.get("samples") else []
-    gave += [f"{units.count(row['brought'])} brought"] if row.get("brought") else []
-    gave += [f"{units.count(row['updates'])} updates of experts"] if row.get("updates") else []
-    gave += [f"{units.size(row['bytes_aggregated'])} summed"] if row.get("bytes_aggregated") else []
-    return Text(f"{place}. {name}: {', '.join(gave) or 'nothing yet'}, {row.get('hours', 0.0):.1f} hours")

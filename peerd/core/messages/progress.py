@@ -103,16 +103,26 @@ class TrainerProgress(Message, frozen=True):
     client: bool = False  # it can dial, and not be dialed
 
 
+def followed_most(told: Iterable[tuple[str, str]]) -> str | None:
+    """The conductor that most of a run's stage peers follow, or None if there is none, or it does not conduct.
+
+    `told`: each peer's id, and the conductor that it follows, by its record. A peer that conducts in its own eyes alone
+    does not count.
+    """
+    rows = list(told)
+    followed = Counter(conductor for _, conductor in rows if conductor)
+    first = max(followed, key=lambda peer: (followed[peer], peer), default=None)
+    return first if (first, first) in rows else None
+
+
 def foretold_in_s(told: Iterable[tuple[str, str, float]], wall: float) -> float | None:
     """Seconds until the step under way should be done, by the records of a run's stage peers; None: nobody knows.
 
     `told`: each peer's id, the conductor that it follows, and its `step_at`. Only the conductor that most follow
-    counts, so that a peer that conducts in its own eyes alone foretells nothing; not if the time is over for longer
-    than records take to be renewed.
+    counts; not if the time is over for longer than records take to be renewed.
     """
     rows = list(told)
-    followed = Counter(conductor for _, conductor, _ in rows if conductor)
-    first = max(followed, key=lambda peer: (followed[peer], peer), default=None)
+    first = followed_most((peer, conductor) for peer, conductor, _ in rows)
     for peer, conductor, step_at in rows:
         if peer == first == conductor and step_at and -OVERDUE_S <= step_at - wall <= FORESEEABLE_S:
             return max(0.0, step_at - wall)

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 
 from peerd.core.messages.swarm import LineInfo, Mb, MemberInfo, Position, Redo
 from peerd.machine.batch.batches import Batches
+from peerd.machine.batch.counted_work import CountedWork
 from peerd.machine.batch.divergence import Divergence
 from peerd.machine.conductor.blame import Blame
 from peerd.machine.conductor.resting import Resting
@@ -60,6 +61,7 @@ class Conductor:
         self._config = config
         self._versions = Versions()  # of what trainers see
         self.batches = Batches(config.stages, config.microbatches, self._versions, config.own_pace)
+        self.counted_work = CountedWork(config.microbatch_samples)
         self.roster = Roster(config.stages, delayed=config.delayed)
         self.course = Course(delayed=config.delayed)
         self.search = PositionSearch(config, origin, self.roster, self.course, now)
@@ -355,6 +357,8 @@ class Conductor:
             self._step.fill(now)
         if course.phase is Phase.CLOSING:
             self._step.close(now)
+            if course.commits:  # a member that is lost from now on keeps its credit
+                self.counted_work.batch_closed(self.batches.due.credit(), self.batches.due.by_trainer)
         self._step.let_go(now)
         self._step.fill_early(now)
         if self.search.look_lost(now):
@@ -391,6 +395,8 @@ class Conductor:
         target, stepped = self.course.target, self.course.commits
         assert target is not None
         done = self.batches.due.credit()
+        if stepped:
+            self.counted_work.step_made(target.step)
         if target != self.current:
             self.batches.step_made(target.step - 1)
         self._batches_of = target

@@ -150,11 +150,12 @@ class Put:
     suffix: bytes
     value: bytes
     ttl_s: float
+    stays: bool = False  # True for a record that others need after we have left
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Take back what we published: one sub-key, or everything when `key` is None; ends with `PutDone`."""
+    """Take back what we published: one sub-key, or all that does not stay when `key` is None; ends with `PutDone`."""
 
     op: int
     key: Key | None = None

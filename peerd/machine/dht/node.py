@@ -117,8 +117,8 @@ class Kademlia:
         match command:
             case q.Get(op, keys, most_bytes, max_age_s):
                 self._work.get(now, op, keys, most_bytes, max_age_s)
-            case q.Put(op, key, suffix, value, ttl_s):
-                self._work.put(now, op, [publisher.publish(wall, key, suffix, value, ttl_s)])
+            case q.Put(op, key, suffix, value, ttl_s, stays):
+                self._work.put(now, op, [publisher.publish(wall, key, suffix, value, ttl_s, stays=stays)])
             case q.Withdraw(op, None):
                 self._work.put(now, op, publisher.withdraw_all(wall))
             case q.Withdraw(op, Key() as key, suffix):

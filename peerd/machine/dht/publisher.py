@@ -25,6 +25,7 @@ class _Own:
     until: float  # corrected Unix seconds: as long as it is wanted
     due: float  # when to offer it again
     copies_until: float  # when the last copy of any version that we sent out expires
+    stays: bool = False  # True for a record that others need after we have left
 
 
 class Publisher:
@@ -39,13 +40,18 @@ class Publisher:
     def __len__(self) -> int:
         return sum(not own.record.tombstone for own in self._own.values())
 
-    def publish(self, wall: float, key: Key, suffix: bytes, value: bytes, ttl_s: float) -> Record:
-        """A signed record that replaces what we published under this sub-key; LocalError when it is too large."""
+    def publish(
+        self, wall: float, key: Key, suffix: bytes, value: bytes, ttl_s: float, *, stays: bool = False
+    ) -> Record:
+        """A signed record that replaces what we published under this sub-key; LocalError when it is too large.
+
+        `stays`: `withdraw_all` leaves it, so that it lives on to its end.
+        """
         until = wall + ttl_s
         record = self._sign(wall, key, suffix, value, min(until, wall + RECORD_TTL_S))
         before = self._own.get((key, suffix))
         copies_until = max(record.expires, before.copies_until if before is not None else 0.0)
-        self._own[key, suffix] = _Own(record, until, self._due(wall, record, until), copies_until)
+        self._own[key, suffix] = _Own(record, until, self._due(wall, record, until), copies_until, stays)
         return record
 
     def withdraw(self, wall: float, key: Key, suffix: bytes) -> Record | None:
@@ -59,8 +65,9 @@ class Publisher:
         return record
 
     def withdraw_all(self, wall: float) -> list[Record]:
-        """Tombstones of everything that is published."""
-        records = (self.withdraw(wall, key, suffix) for key, suffix in list(self._own))
+        """Tombstones of everything that is published, but for records that stay."""
+        leaving = [place for place, own in self._own.items() if not own.stays]
+        records = (self.withdraw(wall, key, suffix) for key, suffix in leaving)
         return [record for record in records if record is not None]
 
     def own(self, wall: float, key: Key) -> list[Record]:

@@ -18,6 +18,7 @@ class ConductorConfig:
 
     stages: int
     microbatches: int
+    microbatch_samples: int = 1
     delayed: bool = False  # may microbatches be computed with the parameters before the last step?
     filled_at_once: bool = False  # may a batch be whole once it is open? Then steps wait for members that catch up
     total_steps: int = 0

@@ -59,6 +59,7 @@ _REFRESH_S = 3.0
 _GOODBYE_S = 1.0
 _LIST_S = 3.0  # for each answer with a part of the conductor's list
 _PARTS = 64  # of one list, at most
+_FOLLOWED = 4  # conductors that are remembered: the last one may have published nothing
 _ASKED = 4  # peers of stage 0 that are asked for it: the first that can be reached should conduct
 
 
@@ -84,6 +85,8 @@ class ConductorClient:
     ways: ConductorWays | None = None
     conductor: PeerId | None = None
     accepted_by: PeerId | None = None  # the peer that took our last report, or got the duty from us
+    # Other peers that took our reports as conductors, the latest last.
+    followed: BoundedDict[PeerId, None] = field(default_factory=lambda: BoundedDict(_FOLLOWED))
     changes: int = 0
     cause: Callable[[], str | None] = lambda: None  # why this peer may reach nobody: its own clock, or token
     answered: bool = False  # True once a conductor has taken a report of ours
@@ -309,6 +312,8 @@ class ConductorClient:
             else:
                 self.trust(peer)
                 self.accepted_by = peer
+                if peer != self.own:
+                    self.followed[peer] = None
                 self._refusals.clear()
                 self._waits_for, self.answered, self.differs, self._denied = None, True, False, False
                 return answer.body

@@ -27,6 +27,7 @@ from peerd.service.conductor.orders import ConductingConfig, Orders
 from peerd.service.conductor.reports import Reports
 from peerd.service.conductor.rivals import Rivals
 from peerd.service.rpc.rpc import Rpc
+from peerd.service.swarm.counted_record import CountedRecord
 
 if TYPE_CHECKING:
     from peerd.machine.placement.problem import StageWork
@@ -87,6 +88,10 @@ class Conducting:
     @solver.setter
     def solver(self, solver: Worker | None) -> None:
         self.orders.solver = solver
+
+    def publish_counts(self, record: CountedRecord) -> None:
+        """Have each tenure publish what it counts of peers' work; before `run`."""
+        self._duty.counts = record
 
     def know_stages(self, stages: Sequence[StageWork], planner: Worker | None) -> None:
         """Take over the work of a microbatch in each stage; before `run`. `planner`: for placement by the measured

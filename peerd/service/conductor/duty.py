@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import trio
 
@@ -34,6 +35,7 @@ from peerd.service.conductor.machine_driver import MachineDriver
 from peerd.service.conductor.orders import ConductingConfig
 from peerd.service.conductor.rivals import Reigning, Rivals, believed, next_term
 from peerd.service.conductor.tenure import Tenure
+from peerd.service.swarm.counted_record import CountedRecord
 
 _LOOK_S = 2.0
 _REFRESH_S = 10.0  # for the directory, which asks many
@@ -62,6 +64,7 @@ class Duty:
         self._rivals, self._following = rivals, rivals.following
         self.work: tuple[float, ...] = ()  # of a microbatch in each stage, relative to each other; empty: all the same
         self.term = 0  # the latest that is believed; this peer's own while it conducts
+        self.counts: CountedRecord | None = None  # publishes what each tenure counts of peers' work
         self._doubt = trio.Event()  # set, and replaced, when a report names a later term than ours
         self._asked = BoundedDict[tuple[PeerId, Position], float](SUSPECTS)  # for a proof -> when
         self._asked_last = BoundedDict[PeerId, float](SUSPECTS)  # likewise, of any position
@@ -101,8 +104,16 @@ class Duty:
         tenure.machine.expect(post_name(peer.text, stage) for peer, stage in expected)
         for peer, stage in expected:
             nursery.start_soon(self._look_for, tenure.machine, peer, stage)
+        if self.counts is not None:
+            before = [*reversed(self._following.followed), own]
+            lasts = partial(self._lasts, tenure)
+            nursery.start_soon(self.counts.keep, tenure.machine.counted_work, before, lasts)
         self._driver.notes(f"conducts the run from now on (term {self.term})")
         return tenure
+
+    def _lasts(self, tenure: Tenure) -> bool:
+        """True while this tenure has not ended."""
+        return self._driver.tenure is tenure
 
     def _insists(self, asker: PeerId) -> bool:
         """True for a peer that has asked us for long, though another peer conducts us: it does not reach that one."""

@@ -151,17 +151,25 @@ class Dht:
             self._met(peer, addr)
 
     async def put(
-        self, key: Key, value: bytes, *, ttl_s: float, suffix: bytes = b"", timeout_s: float = DIRECTORY_S
+        self,
+        key: Key,
+        value: bytes,
+        *,
+        ttl_s: float,
+        suffix: bytes = b"",
+        stays: bool = False,
+        timeout_s: float = DIRECTORY_S,
     ) -> int:
         """Publish `value` under `key` and our own sub-key (our id and `suffix`), replacing what we had there.
 
         Returns how many peers hold it by now; 0 means nobody yet. Either way it stays published, renewed and brought
-        to peers that come nearer, until `ttl_s` has passed or `withdraw`. LocalError when it is too large.
+        to peers that come nearer, until `ttl_s` has passed or `withdraw`. With `stays`, `withdraw_all` leaves it to
+        those who hold it, until `ttl_s` has passed. LocalError when it is too large.
         """
         if not (ttl_s > 0 and math.isfinite(ttl_s)):
             raise LocalError(f"a record cannot live for {ttl_s} s")
         self._cache.pop(key, None)
-        done = await self._perform(lambda op: q.Put(op, key, suffix, value, ttl_s), q.PutDone, timeout_s)
+        done = await self._perform(lambda op: q.Put(op, key, suffix, value, ttl_s, stays), q.PutDone, timeout_s)
         return done.peers
 
     async def get(
@@ -215,7 +223,7 @@ class Dht:
         await self._perform(lambda op: q.Withdraw(op, key, suffix), q.PutDone, timeout_s, leaving=True)
 
     async def withdraw_all(self, *, timeout_s: float = _WITHDRAW_S) -> None:
-        """Take back everything, in few messages: before leaving."""
+        """Take back everything but what stays, in few messages: before leaving."""
         self._cache.clear()
         await self._perform(lambda op: q.Withdraw(op), q.PutDone, timeout_s, leaving=True)
 

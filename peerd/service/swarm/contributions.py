@@ -1,8 +1,8 @@
 """Contributions of this peer to a run in one role: counted, kept over restarts, and published for the leader-board.
 
-`add` is cheap and may be called at every step; `run` publishes now and then. The figures are this peer's own word; its
-name is in the token that travels along. The totals lie in a small file of the role's directory; one that cannot be
-read or written costs the past, no more.
+`add` is cheap and may be called at every step; `run` publishes now and then. The figures are this peer's own word
+(`counted_record` has the conductor's); its name is in the token that travels along. The totals lie in a small file of
+the role's directory; one that cannot be read or written costs the past, no more.
 """
 
 from __future__ import annotations

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from peerd.core.errors import ProtocolViolation
 from peerd.core.limits import FORESEEABLE_S
 from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.progress import StageProgress, decode_stage, encode_progress, foretold_in_s, pause_s
+from peerd.core.messages.progress import (
+    StageProgress,
+    decode_stage,
+    encode_progress,
+    followed_most,
+    foretold_in_s,
+    pause_s,
+)
 from peerd.core.messages.swarm import Forecast, MemberAnswer
 
 TOLD = StageProgress(0, 1.0, 7, 4, 9.5, "cpu", "a", "", [])
@@ -41,6 +48,14 @@ def test_an_answer_whose_forecast_is_no_span_of_time_is_refused(bad: float) -> N
         answer = MemberAnswer(1, None, False, "", False, 1, None, forecast)
         with pytest.raises(ProtocolViolation):
             decode(MemberAnswer, encode(answer))
+
+
+def test_the_conductor_is_the_one_that_most_follow_if_it_conducts() -> None:
+    rows = [("a", "a"), ("b", "a"), ("liar", "liar"), ("new", "")]
+    assert followed_most(rows) == "a"
+    assert followed_most([("b", "a"), ("c", "a"), ("liar", "liar")]) is None, "it does not say that it conducts"
+    assert followed_most([]) is None
+    assert followed_most([("new", "")]) is None
 
 
 def test_the_word_of_whom_most_follow_counts() -> None:

@@ -7,8 +7,10 @@ import random
 import pytest
 
 from peerd.core.messages.swarm import Done
+from peerd.machine.batch.counted_work import PeerWork
 from peerd.machine.conductor import step_cycle
 from peerd.machine.conductor.conductor import Conductor
+from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.events import (
     ConductorConfig,
     MemberGone,
@@ -61,6 +63,26 @@ def test_of_a_large_batch_a_stage_begins_in_each_turn_and_the_step_is_made(monke
         conductor.handle(now, MoveEnded(move.peer, move.target))
     assert conductor.current is not None
     assert conductor.current.step == 1
+
+
+def test_a_batch_counts_once_when_its_step_is_made_though_an_attempt_failed() -> None:
+    conductor, out = with_a_whole_batch()
+    work, now = conductor.counted_work, 2.0
+    assert conductor.phase is Phase.CLOSING
+    for order in [one for one in out if isinstance(one, SendPrepare)]:
+        out = conductor.handle(now, PrepareEnded(order.peer, order.attempt, order.peer != "b"))
+    assert (work.of, work.since_step) == ({}, None)
+    again = list[SendPrepare]()
+    while not again:
+        now = conductor.wake_at(now)
+        again = [one for one in conductor.wake(now) if isinstance(one, SendPrepare)]
+    moves = [one for order in again for one in conductor.handle(now, PrepareEnded(order.peer, order.attempt, True))]
+    for move in [move for move in moves if isinstance(move, SendMove)]:
+        assert work.of == {}, "the step is not made before all have moved"
+        conductor.handle(now, MoveEnded(move.peer, move.target))
+    one = PeerWork(computed=1, brought=0)
+    assert work.of == {"a": one, "b": one, "c": one, "t": PeerWork(computed=0, brought=1)}
+    assert (work.since_step, work.step) == (0, 1)
 
 
 def test_a_stage_that_loses_its_member_between_two_turns_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

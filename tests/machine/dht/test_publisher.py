@@ -80,6 +80,17 @@ def test_a_shorter_second_wish_ends_the_first_one_too() -> None:
     assert gone.expires == WALL + 3000.0
 
 
+def test_a_record_that_stays_is_not_withdrawn_with_the_others() -> None:
+    ours = publisher()
+    ours.publish(WALL, KEY, b"stays", b"v", 10.0, stays=True)
+    ours.publish(WALL, KEY, b"goes", b"v", 10.0)
+    assert [record.suffix for record in ours.withdraw_all(WALL)] == [b"goes"]
+    assert [(r.suffix, r.tombstone) for r in ours.own(WALL, KEY)] == [(b"stays", False), (b"goes", True)]
+    gone = ours.withdraw(WALL, KEY, b"stays")
+    assert gone is not None
+    assert gone.tombstone
+
+
 def test_withdrawing_what_is_not_published_does_nothing() -> None:
     ours = publisher()
     assert ours.withdraw(WALL, KEY, b"") is None

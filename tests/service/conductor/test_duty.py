@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,9 +12,11 @@ import trio
 from trio.testing import MockClock
 
 from peerd.core.errors import Refused
+from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.messages.progress import StageProgress
 from peerd.core.messages.swarm import Conducts, MemberInfo, Position
+from peerd.machine.batch.counted_work import CountedWork
 from peerd.machine.positions.phases import Phase
 from peerd.machine.swarm.posts import post_name
 from peerd.service.swarm.directory import StagePeer
@@ -235,3 +238,34 @@ async def test_rivals_that_show_no_proof_do_not_keep_it_from_weighing_the_others
         await trio.sleep(15.0)
         assert scene.driver.tenure is None
         assert scene.following.conductor == OTHER.peer_id
+
+
+class Counts:
+    """In place of `CountedRecord`: notes from whom each tenure's counts go on, and whether it lasts."""
+
+    def __init__(self) -> None:
+        self.tenures: list[tuple[CountedWork, list[PeerId], Callable[[], bool]]] = []
+
+    async def keep(self, work: CountedWork, before: Iterable[PeerId], lasts: Callable[[], bool]) -> None:
+        await trio.lowlevel.checkpoint()
+        self.tenures.append((work, list(before), lasts))
+
+
+async def test_each_tenure_goes_on_from_the_counts_of_the_conductors_before_it(autojump_clock: MockClock) -> None:
+    async with running() as scene:
+        scene.duty.counts = counts = Counts()  # type: ignore[assignment]
+        for peer in (OTHER.peer_id, THIRD.peer_id, OTHER.peer_id):
+            scene.following.followed[peer] = None
+        tenure = scene.duty.act(0, OWN.peer_id)
+        await trio.sleep(5)
+        assert scene.duty.act(0, OWN.peer_id) is tenure
+        [(work, before, lasts)] = counts.tenures
+        assert work is tenure.machine.counted_work
+        assert before == [OTHER.peer_id, THIRD.peer_id, OWN.peer_id]
+        assert lasts()
+        scene.driver.end()
+        assert not lasts()
+        again = scene.duty.act(0, OWN.peer_id)
+        await trio.sleep(1)
+        assert counts.tenures[1][0] is again.machine.counted_work
+        assert not lasts(), "another tenure of the same peer"

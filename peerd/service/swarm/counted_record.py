@@ -1,0 +1,128 @@
+"""Record of the conductor's counts: published while a peer conducts, and read by watchers and by the next conductor.
+
+The counts of a tenure (`machine/batch/counted_work`) are published every PERIOD_S, the peers with the most samples
+first, on as many pages as a publisher may have under one key. The record outlives its tenure, and its publisher, by
+_TTL_S at most: the conductor after it goes on from these counts. Whose record counts is the reader's choice, and all
+that a conductor says here is its own word. Hostile input: pages of any content under any suffix. A page that cannot be
+read costs its rows and no others; pages of other publishers are not decoded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from peerd.core.errors import ProtocolViolation, RemoteError
+from peerd.core.ids import PeerId
+from peerd.core.limits import COUNTED_ROWS, DIRECTORY_READ_BYTES
+from peerd.core.messages.contributions import PAGE_SUFFIXES, CountedPage, CountedRow, counted_key, decode_counted
+from peerd.core.messages.encoding import encode
+from peerd.core.record import Record
+from peerd.machine.batch.counted_work import CountedWork, PeerWork
+from peerd.service.dht.dht import Dht
+from peerd.service.rpc.types import Gate
+
+_log = logging.getLogger("peerd.contributions")
+
+PERIOD_S: Final = 20.0
+_TTL_S: Final = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class CountedTable:
+    """One conductor's counts, as its record has them."""
+
+    by: PeerId
+    since_step: int
+    step: int
+    unlisted: int  # number of peers that it counted, and that have too little for the record
+    told_at: float  # corrected Unix time
+    of: dict[PeerId, PeerWork]
+
+
+def read_counted(
+    by: PeerId, records: Iterable[Record], gate: Gate | None, unreadable: list[Record] | None = None
+) -> CountedTable | None:
+    """The counts of conductor `by` in the records under `counted_key`, or None if there are none of it.
+
+    Pages from before it began to count anew are left out. Of a peer that is on several pages the newest page counts.
+    Records that are no pages are added to `unreadable`.
+    """
+    pages = list[tuple[int, bytes, CountedPage]]()
+    for record in records:
+        if record.publisher != by or record.suffix not in PAGE_SUFFIXES:
+            continue
+        try:
+            page = decode_counted(record.value)
+        except ProtocolViolation:
+            if unreadable is not None:
+                unreadable.append(record)
+            continue
+        if gate is None or gate.named(by, page.token, "stage") is not None:
+            pages.append((record.version, record.suffix, page))
+    if not pages:
+        return None
+    pages.sort(key=lambda page: page[:2], reverse=True)
+    version, _, newest = pages[0]
+    of: dict[PeerId, PeerWork] = {}
+    for _, _, page in pages:
+        if page.since_step == newest.since_step:
+            for row in page.rows:
+                of.setdefault(PeerId.from_public_key(row.public_key), PeerWork(row.computed, row.brought))
+    return CountedTable(by, newest.since_step, newest.step, newest.unlisted, version / 1000, of)
+
+
+class CountedRecord:
+    """Publishes the counts of this peer's tenures in one run."""
+
+    def __init__(self, run: str, dht: Dht, gate: Gate | None) -> None:
+        self._key, self._dht, self._gate = counted_key(run), dht, gate
+
+    async def keep(self, work: CountedWork, before: Iterable[PeerId], lasts: Callable[[], bool]) -> None:
+        """Go on from the counts of the conductor before this one, and publish ours while the tenure `lasts`.
+
+        `before`: conductors that may have a record, the latest first; the first one that has is gone on from.
+        """
+        await self._go_on(work, before)
+        while lasts():
+            await self.publish(work)
+            await trio.sleep(PERIOD_S)
+
+    async def publish(self, work: CountedWork) -> None:
+        """Publish what is counted by now. A directory that fails is no error."""
+        try:
+            for suffix, page in zip(PAGE_SUFFIXES, self._pages(work), strict=False):
+                await self._dht.put(self._key, encode(page), ttl_s=_TTL_S, suffix=suffix, stays=True)
+        except RemoteError as error:
+            _log.info("the counts of contributions could not be published: %s", error)
+
+    def _pages(self, work: CountedWork) -> list[CountedPage]:
+        """The pages to publish; none before the first step."""
+        if work.since_step is None:
+            return []
+        token = self._gate.token if self._gate is not None else b""
+        largest = work.largest(len(PAGE_SUFFIXES) * COUNTED_ROWS)
+        rows = [CountedRow(PeerId.parse(peer).public_key, *counted) for peer, counted in largest]
+        unlisted = len(work.of) - len(rows)
+        return [
+            CountedPage(work.since_step, work.step, unlisted, rows[at : at + COUNTED_ROWS], token)
+            for at in range(0, max(1, len(rows)), COUNTED_ROWS)
+        ]
+
+    async def _go_on(self, work: CountedWork, before: Iterable[PeerId]) -> None:
+        """Add the counts of the conductor before this one, if its record can be read."""
+        try:
+            records = await self._dht.get(self._key, most_bytes=DIRECTORY_READ_BYTES)
+        except RemoteError as error:
+            _log.info("the counts of the conductor before could not be read: %s", error)
+            return
+        tables = (read_counted(by, records, self._gate) for by in before)
+        table = next((table for table in tables if table is not None), None)
+        if table is None:
+            return
+        work.go_on_from(table.since_step, table.step, ((peer.text, counted) for peer, counted in table.of.items()))
+        _log.info("goes on from what %s counted since step %d", table.by.short, table.since_step)

@@ -1,0 +1,131 @@
+"""Contributions by the conductor's ledger, in virtual time: a liar's own word comes last, and counts outlive their
+conductor.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from peerd.commands.status.swarm_view import swarm_view
+from peerd.core.run.runfile import BatchSection, PipelineSection
+from peerd.service.swarm.contributions import Tally, TallyOf
+from peerd.sim.clock import run_virtual
+from peerd.sim.world import World
+from tests.worlds.roles.virtualroles import PacedDevice, Roles, pipeline_world, replica_world, virtual_run
+
+pytestmark = pytest.mark.slow
+LIE = 10**15
+BATCH = 24
+
+
+async def boast(world: World, roles: Roles) -> str:
+    """A peer that serves nothing joins, and claims a lot in two roles."""
+    liar = await world.start("liar")
+    for role in ("stage", "trainer"):
+        tally = Tally(TallyOf(roles.run.run, role), liar.dht, liar.clock, None)
+        tally.add(samples=LIE)
+        await tally.publish()
+    return liar.id.text
+
+
+async def board(world: World, roles: Roles) -> dict[str, Any]:
+    """The run as the backbone sees it."""
+    boot = world.nodes["boot"]
+    return await swarm_view(boot.dht, roles.run, None, boot.clock.wall())
+
+
+async def counted_by(world: World, roles: Roles, *names: str, after: int = 0) -> dict[str, Any]:
+    """The run, once its counts are those of one of these peers, and of a step later than `after`."""
+    seen = dict[str, Any]()
+    for _ in range(60):
+        seen = await board(world, roles)
+        head = seen["counted"]
+        if head is not None and head["by"] in [world.nodes[name].id for name in names] and head["step"] > after:
+            return seen
+        await trio.sleep(2)
+    pytest.fail(f"nobody of {names} counts: {seen['counted']}\n{roles.story()}")
+
+
+def sums(swarm: dict[str, Any]) -> tuple[int, int]:
+    """Samples computed and brought by all peers, as counted."""
+    rows = [row["counted"] for row in swarm["contributions"] if row["counted"] is not None]
+    return sum(row["samples"] for row in rows), sum(row["brought"] for row in rows)
+
+
+async def count_stages(roles: Roles) -> None:
+    async with pipeline_world(roles, 3, "trainer") as world:
+        liar = await boast(world, roles)
+        swarm = await counted_by(world, roles, *roles.conductors())
+        head, rows = swarm["counted"], swarm["contributions"]
+        steps = head["step"] - head["since_step"]
+        assert head["since_step"] == 0
+        assert steps >= 3
+        assert sums(swarm) == (2 * BATCH * steps, BATCH * steps), "each sample counts in each of two stages"
+        workers = {world.nodes[f"stage{number}"].id for number in range(3)} | {world.nodes["trainer"].id}
+        assert {row["peer"] for row in rows if row["counted"]} == workers
+        assert (rows[-1]["peer"].text, rows[-1]["samples"], rows[-1]["counted"]) == (liar, LIE, None)
+
+
+def test_samples_are_counted_in_each_stage_and_a_liar_that_gave_nothing_stands_last(tmp_path: Path) -> None:
+    run = virtual_run(
+        tmp_path,
+        (40_000,),
+        stages=2,
+        pipeline=PipelineSection(stages=2, microbatch=4),
+        batch=BatchSection(target_samples=BATCH),
+    )
+    run_virtual(count_stages, Roles(run, tmp_path / "peers", partial(PacedDevice, 0.3)), seed=1)
+
+
+async def lose_two_conductors(roles: Roles) -> None:
+    async with replica_world(roles, 4) as world:
+        names = [f"replica{number}" for number in range(4)]
+        last = names[-1]
+        for tally in roles.live[last]._services._tallies.values():  # it works, and says that it did a lot more
+            tally.add(samples=LIE)
+        await boast(world, roles)
+        before = await counted_by(world, roles, *roles.conductors())
+        for how in ("dies", "leaves"):
+            [conductor] = roles.conductors()
+            at = roles.replica_step()
+            if how == "dies":
+                await world.kill(world.nodes[conductor])
+            else:  # as a daemon ends
+                await world.nodes[conductor].dht.withdraw_all()
+                await world.stop(world.nodes[conductor])
+            names.remove(conductor)
+            assert await world.until(lambda at=at: roles.replica_step() >= at + 3, within_s=120), roles.story()
+            after = await counted_by(world, roles, *names, after=before["counted"]["step"])
+            check(before, after)
+            assert after["contributions"][-1]["peer"] == world.nodes["liar"].id
+            before = after
+        first = before["contributions"][0]
+        shares = {row["peer"]: row["counted"]["samples"] for row in before["contributions"] if row["counted"]}
+        assert len(shares) == 4, "those that died keep what they gave"
+        assert shares[first["peer"]] == max(shares.values())
+        claimed = next(row for row in before["contributions"] if row["peer"] == world.nodes[last].id)
+        assert claimed["samples"] >= LIE
+        assert claimed["counted"]["samples"] <= BATCH * (before["counted"]["step"] - before["counted"]["since_step"])
+
+
+def check(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Nobody's count has shrunk, and of the steps in between at most some seconds are not in the counts."""
+    assert after["counted"]["by"] != before["counted"]["by"]
+    assert after["counted"]["since_step"] == before["counted"]["since_step"] == 0
+    old, new = (
+        {row["peer"]: row["counted"]["samples"] for row in seen["contributions"] if row["counted"]}
+        for seen in (before, after)
+    )
+    assert all(new[peer] >= samples for peer, samples in old.items())
+    assert sum(old.values()) < sum(new.values()) <= BATCH * after["counted"]["step"]
+
+
+def test_counts_go_on_when_one_conductor_dies_and_the_next_one_leaves(tmp_path: Path) -> None:
+    pipeline, batch = PipelineSection(microbatch=4), BatchSection(target_samples=BATCH)
+    run = virtual_run(tmp_path, (40_000,), pipeline=pipeline, batch=batch)
+    run_virtual(lose_two_conductors, Roles(run, tmp_path / "peers", partial(PacedDevice, 0.5)), seed=1)
