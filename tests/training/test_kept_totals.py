@@ -107,7 +107,7 @@ class Donor:
 
     def mate_is(self, *, ready: bool) -> None:
         """A peer of another stage is always behind, which is none of this stage's business."""
-        self.members = [MemberInfo("mate", 0, [], ready), MemberInfo("other", 1, [], False)]
+        self.members = [MemberInfo("mate", 0, [], ready, since=1.0), MemberInfo("other", 1, [], False, since=1.0)]
 
     def step(self, number: int) -> None:
         self.catching.keep(at(number), leap(number))

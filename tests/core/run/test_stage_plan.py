@@ -129,7 +129,7 @@ def test_a_command_with_a_plan_of_unknown_names_ends_with_one_sentence(
 ) -> None:
     with pytest.raises(ConfigError):
         loaded(tmp_path, "stages: [[near], [far]]")
-    assert invoke(["plan", "--model", str(tmp_path / "run.yaml")]) == 2
+    assert invoke(["doctor", "--model", str(tmp_path / "run.yaml")]) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert sentence.endswith("or a name with its peer id in the table `peers` (peerd identity prints it)")
 
