@@ -16,16 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks._expert_swarm import flown
 from peerd.compute.experts.expert_mixture import mixed
-from peerd.compute.experts.flight import Flight
 from peerd.compute.experts.hosted_expert import HostedExpert
-from peerd.compute.experts.local_network import LocalExperts
 from peerd.compute.experts.trunk import TrunkModule
 from peerd.compute.model import stage_module
 from peerd.compute.model.layers import ExpertBlock
 from peerd.compute.model.partition import ModelPiece
 from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.run.runfile import RunFile
+from peerd.role import RoleContext
+from peerd.training.trainer_data import TrainerData
+from roles.trainer import TrainerRole
 
 PIXELS, CLASSES = 64, 10
 
@@ -103,6 +105,29 @@ class DigitStream:
         return {}
 
 
+class DigitData(TrainerData):
+    """A trainer's text that is digits."""
+
+    samples: Tensor
+
+    def _open(self) -> Any:
+        return DigitStream(self.samples, self._ctx.host.id.text)
+
+    async def prompt_digests(self) -> dict[str, str]:
+        return {}
+
+
+class DigitTrainer(TrainerRole):
+    """Role `trainer`, whose samples are digits."""
+
+    samples: Tensor
+
+    def __init__(self, ctx: RoleContext) -> None:
+        super().__init__(ctx)
+        self._data = DigitData(ctx)
+        self._data.samples = self.samples
+
+
 def digits() -> tuple[Tensor, Tensor]:
     """scikit-learn's digits: 1,437 samples to train on, 360 to test on, each of 65 tokens."""
     from sklearn.datasets import load_digits
@@ -115,15 +140,8 @@ def digits() -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def accuracy(run: RunFile, trunk: TrunkModule, experts: Mapping[Uid, HostedExpert], test: Tensor) -> float:
-    """Percent of the test's labels that are right, with all experts there; nothing is learnt from it."""
-    network = LocalExperts(run)
-    network.experts = dict(experts)
-    flight = Flight(trunk, test[:, :-1], test[:, 1:], None)
-    scores = flight.depart()
-    while scores is not None:
-        asks = flight.ask(network.choose(flight.layer, scores, trunk.section.top_k))
-        scores = flight.go_on(network.forward(asks, flight.samples))
-    last = flight._stops[-1]
+    """Percent of the test's labels that are right."""
+    last = flown(run, trunk, experts, test[:, :-1], test[:, 1:])._stops[-1]
     assert last.answers is not None
     mean = mixed(last.junction.scores, last.answers.columns, last.answers.came, last.answers.outputs)
     logits = trunk._piece.get_submodule("head")(last.junction.residual + mean)

@@ -8,27 +8,27 @@ experts a layer besides 64.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from benchmarks._digit_swarm import FAR, GRIDS, NEAR, Curve, DigitSwarm, Weather, run_of
-from benchmarks._digit_trunk import digit_trunks, digits
+from benchmarks._digit_trunk import PIXELS, DigitTrainer, accuracy, digit_trunks, digits
+from benchmarks._expert_swarm import FAR, GRIDS, LAYERS, NEAR, Curve, ExpertSwarm, Rates, Weather, run_of
 from benchmarks._report import Figure, Report
+from peerd.core.run.runfile import DataSection, ModelSection, RunFile
 from peerd.sim.clock import run_virtual
 
 MICROBATCHES = 3000  # of all trainers together
 SIZES = (64,)  # experts of each layer
 LOOKS: Final = 20
-TAIL: Final = 5  # looks at the end, over which a result is the mean
 LOST_AT_MOST: Final = 2.0  # points, by 64 experts under the high delay
-WORDS: Final = {NEAR: "16 under way, 0.1 s", FAR: "64 under way, 1 s"}
+RATES: Final = Rates(trunk=1e-3, experts=3e-4, microbatch=32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +39,31 @@ class Case:
     weather: Weather
     microbatches: int
     seed: int = 1
+    rates: Rates = RATES
+
+    def run(self) -> RunFile:
+        """The run file of the case."""
+        sections: dict[str, Any] = {
+            "seed": self.seed,
+            "model": ModelSection(d_model=32, heads=1, layers=LAYERS, context=PIXELS),
+            "data": DataSection(shuffle_buffer=1),
+            "experts": {
+                "hidden": 32,
+                "balance": 0.05 / PIXELS,
+            },  # the loss is a mean over 64 tokens, of which one counts
+        }
+        return run_of("digits", GRIDS[self.experts], self.weather, self.rates, **sections)
 
 
 def curve(case: Case) -> Curve:
-    """The accuracy of one case while it learns."""
+    """The accuracy of one case while it learns, in percent."""
     torch.set_num_threads(1)
     train, test = digits()
     with tempfile.TemporaryDirectory() as folder, digit_trunks():
-        run = run_of(case.experts, case.weather, case.seed)
-        found = DigitSwarm(run, case.weather, Path(folder), train, test)
+        run, trainer = case.run(), type("OneTrainer", (DigitTrainer,), {"samples": train})
+        judge = partial(accuracy, run, test=test)
+        found = ExpertSwarm(run, case.weather, Path(folder), judge, trainer)
         return run_virtual(found.learn, case.microbatches, min(LOOKS, case.microbatches), seed=case.seed)
-
-
-def end(found: Curve) -> float:
-    """The result of a curve, in percent."""
-    return statistics.mean(found.values[-TAIL:])
 
 
 def measure(full: bool) -> Report:
@@ -66,7 +76,7 @@ def measure(full: bool) -> Report:
         for experts in sizes
     ]
     extra = {
-        "curves": {f"{case.experts} {WORDS[case.weather]}": [found.at, found.values] for case, found in curves.items()},
+        "curves": {f"{case.experts} {case.weather.text}": [found.at, found.values] for case, found in curves.items()},
         "microbatches": MICROBATCHES,
     }
     note = "in virtual time: real roles, hosts, directory and calls; a tenth of the requests to experts is refused"
@@ -77,12 +87,9 @@ def _figures(experts: int, found: dict[Weather, Curve]) -> list[Figure]:
     """Figures of one mixture."""
     figures = []
     for weather, one in found.items():
-        key, told = f"dmoe{experts}_{weather.in_flight}", [trainer["experts"] for trainer in one.told]
-        figures.append(Figure(f"{key}_accuracy", f"DMoE-{experts}, {WORDS[weather]}: accuracy", end(one), "%", 1))
-        stale = statistics.mean(trainer["staleness"]["mean"] for trainer in told)
-        figures.append(Figure(f"{key}_expert_stale", "  updates of others while it waits", stale, digits=1))
-        behind = statistics.mean(trainer["trunk_staleness"]["mean"] for trainer in told)
-        figures.append(Figure(f"{key}_trunk_stale", "  steps that the trunk's gradients are old", behind, digits=1))
-    lost = end(found[NEAR]) - end(found[FAR])
+        key = f"dmoe{experts}_{weather.in_flight}"
+        figures.append(Figure(f"{key}_accuracy", f"DMoE-{experts}, {weather.text}: accuracy", one.end, "%", 1))
+        figures += one.staleness(key)
+    lost = found[NEAR].end - found[FAR].end
     most = LOST_AT_MOST if experts == max(GRIDS) else None
     return [*figures, Figure(f"dmoe{experts}_lost", "  points lost by the high delay", lost, digits=2, at_most=most)]

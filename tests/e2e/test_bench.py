@@ -83,6 +83,21 @@ def test_the_digits_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPatch
     assert "points lost by the high delay" in found["printed"]
 
 
+@pytest.mark.slow
+def test_the_language_benchmark_prints_its_figures(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    from benchmarks import language
+
+    monkeypatch.setattr(language, "GRIDS", {4: [4]})
+    monkeypatch.setattr(language, "MICROBATCHES", 40)
+    found = run("language")
+    curves = found["curves"]
+    assert list(curves) == ["4 64 under way, 1 s", "4 16 under way, 0.1 s"]
+    at, losses = curves["4 16 under way, 0.1 s"]
+    assert at[-1] >= 40
+    assert losses[-1] < losses[0] - 0.3
+    assert found["dmoe4_64_expert_stale"] > found["dmoe4_16_expert_stale"]
+
+
 def absent(_count: int, _rounds: int) -> dict[str, Any]:
     raise ImportError("nobody wrote it")
 

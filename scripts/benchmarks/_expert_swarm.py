@@ -1,0 +1,218 @@
+"""A swarm with experts in virtual time: hosts far away, of whose answers a tenth fails, and trainers on fast lines.
+
+Learning@home, section 4. Hosts, trainers, directory and calls are the product's; only delays and failures are made up.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import trio
+from torch import Tensor
+
+from benchmarks._report import Figure
+from peerd.compute.experts.flight import Flight
+from peerd.compute.experts.hosted_expert import HostedExpert
+from peerd.compute.experts.local_network import LocalExperts
+from peerd.compute.experts.trunk import TrunkModule
+from peerd.core.errors import Refused
+from peerd.core.experts.grid import Uid
+from peerd.core.run.runfile import (
+    BatchSection,
+    CheckpointSection,
+    EvaluateSection,
+    ExpertOptimizerSection,
+    ExpertsSection,
+    LimitsSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+)
+from peerd.role import RoleContext
+from peerd.service.rpc.rpc import Answer, Incoming, Rpc
+from peerd.sim.programs import swarm
+from peerd.sim.simnet import SimLine
+from peerd.sim.world import World, WorldConfig
+from roles.expert import ExpertRole
+from roles.trainer import TrainerRole
+from tests.worlds.roles.virtualroles import Roles
+
+FAILING = 0.1  # of the requests to experts
+HOSTS, TRAINERS, LAYERS = 4, 4, 2
+GRIDS = {4: [4], 16: [4, 4], 64: [8, 8]}
+TAIL = 5  # looks at the end, over which a result is the mean
+ADAM: dict[str, Any] = {"name": "adamw", "beta1": 0.0, "beta2": 0.99}  # what is so stale has momentum enough
+
+# The trunk, all experts as they are now, and a result for a curve.
+Judge = Callable[[TrunkModule, Mapping[Uid, HostedExpert]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """What the trainers live with. `in_flight`: microbatches of all together; `delay_s`: of each, there and back."""
+
+    in_flight: int
+    delay_s: float
+
+    @property
+    def text(self) -> str:
+        return f"{self.in_flight} under way, {self.delay_s:g} s"
+
+
+NEAR, FAR = Weather(16, 0.1), Weather(64, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Learning rates of the trunk and of the experts, and the samples of a microbatch."""
+
+    trunk: float
+    experts: float
+    microbatch: int
+
+
+def run_of(name: str, grid: Sequence[int], weather: Weather, rates: Rates, **sections: Any) -> RunFile:
+    """A run whose trunk is asynchronous. `sections`: model and data, and `experts`, beside what all such runs share."""
+    experts = sections.pop("experts")
+    each = experts | {"grid": list(grid), "grace_s": 1.0, "checkpoint_updates": 1 << 20, "checkpoint_s": 3600.0}
+    places = 1
+    for side in grid:
+        places *= side
+    return RunFile(
+        run=name,
+        pipeline=PipelineSection(microbatch=rates.microbatch),
+        optimizer=OptimizerSection(**ADAM, lr=rates.trunk, trunk="asynchronous"),
+        batch=BatchSection(target_samples=8 * rates.microbatch),
+        evaluate=EvaluateSection(every_steps=0),
+        checkpoint=CheckpointSection(every_steps=0),
+        experts=ExpertsSection(**each, optimizer=ExpertOptimizerSection(**ADAM, lr=rates.experts)),
+        limits=LimitsSection(
+            experts=2 * LAYERS * places // HOSTS, microbatches_in_flight=weather.in_flight // TRAINERS
+        ),
+        **sections,
+    )
+
+
+class FailingRpc:
+    """A peer's calls, which refuses a share of those that others make to its experts."""
+
+    def __init__(self, rpc: Rpc, rng: random.Random) -> None:
+        self._rpc, self._rng = rpc, rng
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rpc, name)
+
+    def serve(self, method: str, request: Any, handler: Callable[[Any], Awaitable[Answer[Any]]], **more: Any) -> None:
+        async def fails(call: Incoming[Any]) -> Answer[Any]:
+            if self._rng.random() < FAILING:
+                raise Refused("this request fails, as a tenth of them do")
+            return await handler(call)
+
+        self._rpc.serve(method, request, fails if method.startswith("expert/1/") else handler, **more)
+
+
+class FailingHost(ExpertRole):
+    """Role `expert` on a peer that fails now and then."""
+
+    def __init__(self, ctx: RoleContext) -> None:
+        rng = random.Random(f"{ctx.run.seed if ctx.run else 0} {ctx.host.id}")
+        super().__init__(replace(ctx, rpc=FailingRpc(ctx.rpc, rng)))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Results at numbers of microbatches; and what status tells in the end."""
+
+    at: list[float]
+    values: list[float]
+    told: list[dict[str, Any]]
+    seconds: float  # virtual
+
+    @property
+    def end(self) -> float:
+        """The result that the curve ends with."""
+        return statistics.mean(self.values[-TAIL:])
+
+    def staleness(self, key: str) -> list[Figure]:
+        """Figures of how old gradients are when they are used."""
+        experts = statistics.mean(trainer["experts"]["staleness"]["mean"] for trainer in self.told)
+        trunk = statistics.mean(trainer["experts"]["trunk_staleness"]["mean"] for trainer in self.told)
+        return [
+            Figure(f"{key}_expert_stale", "  updates of others while it waits", experts, digits=1),
+            Figure(f"{key}_trunk_stale", "  steps that the trunk's gradients are old", trunk, digits=1),
+        ]
+
+
+class ExpertSwarm:
+    """The swarm of one run; `learn` gives its curve."""
+
+    def __init__(
+        self, run: RunFile, weather: Weather, folder: Path, judge: Judge, trainer: type[TrainerRole] = TrainerRole
+    ) -> None:
+        self.run, self.weather, self._judge, self._trainer = run, weather, judge, trainer
+        self.roles = Roles(run, folder)
+
+    async def learn(self, microbatches: int, looks: int, tell: Callable[[str], None] = lambda text: None) -> Curve:
+        """Train until all trainers together have flown so many microbatches."""
+        round_trip_s = self.weather.delay_s / (2 * LAYERS)
+        near, far = SimLine(latency_s=0.0025), SimLine(latency_s=round_trip_s / 2, jitter_s=round_trip_s / 10)
+        async with World(self.run.seed, swarm(), WorldConfig()).running() as world:
+            boot = await world.start("boot", line=near)
+            world.bootstrap.append(boot.full_addr)
+            for number in range(HOSTS):
+                await world.start(f"host{number}", line=far, program=self.roles.program(FailingHost))
+            whole = LAYERS * len(self._places())
+            assert await world.until(lambda: len(self._experts()) == whole, within_s=600), self.roles.story()
+            for number in range(TRAINERS):
+                await world.start(f"trainer{number}", line=near, program=self.roles.program(self._trainer))
+            assert await world.until(self._is_ready, within_s=600), self.roles.story()
+            began, at, values = trio.current_time(), [0.0], [self.result()]
+            for look in range(1, looks + 1):
+                goal = look * microbatches // looks
+                assert await world.until(lambda goal=goal: self._flown() >= goal, within_s=3600), self.roles.story()
+                at.append(float(self._flown()))
+                values.append(self.result())
+                tell(f"{at[-1]:.0f} microbatches, {trio.current_time() - began:.1f} s: {values[-1]:.3f}")
+            told = [role.status() for role in self.roles.of(self._trainer)]
+            return Curve(at, values, told, trio.current_time() - began)
+
+    def result(self) -> float:
+        """Of the trunk that the first trainer has, and all hosts' experts, as they are now."""
+        return self._judge(self._first().replica.post.state.trunk.trunk, self._experts())
+
+    def _first(self) -> Any:
+        return self.roles.of(self._trainer)[0]
+
+    def _is_ready(self) -> bool:
+        replica = self._first().replica
+        return replica.post is not None and replica.built
+
+    def _flown(self) -> int:
+        return sum(role._flights.counts.came_back for role in self.roles.of(self._trainer))
+
+    def _experts(self) -> dict[Uid, HostedExpert]:
+        hosts = self.roles.of(ExpertRole)
+        return {uid: hosted.model for host in hosts for uid, hosted in host.host.experts.items()}
+
+    def _places(self) -> range:
+        sides = (self.run.experts or ExpertsSection()).grid
+        return range(sides[0] * (sides[1] if len(sides) > 1 else 1))
+
+
+def flown(
+    run: RunFile, trunk: TrunkModule, experts: Mapping[Uid, HostedExpert], tokens: Tensor, targets: Tensor
+) -> Flight:
+    """A flight that has come through all layers, with all experts there; nothing is learnt from it."""
+    network = LocalExperts(run)
+    network.experts = dict(experts)
+    flight = Flight(trunk, tokens, targets, None)
+    scores = flight.depart()
+    while scores is not None:
+        asks = flight.ask(network.choose(flight.layer, scores, trunk.section.top_k))
+        scores = flight.go_on(network.forward(asks, flight.samples))
+    return flight
