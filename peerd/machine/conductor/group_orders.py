@@ -48,12 +48,21 @@ class StageClose:
     failures: int = 0
     not_before: float = 0.0
     problem: str = ""  # why no attempt can be made
+    longest_s: float | None = None  # that an attempt took in this step until a member had its sum
     looked: object = None  # what there was at the last look for attempts to begin
 
     def whole(self, entries: int) -> PartialSum | None:
         """The sum of so many microbatches, with which members can make the step; None: there is none."""
         top = self.sums.tops[0] if len(self.sums.tops) == 1 else None
         return top if top is not None and top.last and len(top.contents) == entries else None
+
+    def complete(self, due: Ledger) -> PartialSum | None:
+        """The only sum, if it has as many microbatches as the batch, and nobody is behind; else None."""
+        if self.attempts or len(self.sums.tops) != 1 or not due.full:
+            return None
+        (top,) = self.sums.tops
+        behind = {peer for peer in top.behind() if self.sums.stand(peer) is not None} - self.left
+        return None if len(top.contents) < len(due.entries) or behind else top
 
     def fault(self, ledger: Ledger) -> str:
         """The reason that the only sum is not that of the whole batch, with everything in it once; "" where it is."""
@@ -85,6 +94,34 @@ class StageClose:
     def prepared(self) -> Collection[str]:
         """Members that have the sum of the whole batch."""
         return self.sums.tops[0].kept if self.settled else ()
+
+    def calm(self) -> None:
+        """Where nothing is summed or under way, what failed before says nothing of what comes."""
+        if not self.sums and not self.attempts:
+            self.failures, self.not_before, self.problem = 0, 0.0, ""
+
+    def time_siblings(self, attempt: GroupAttempt, until: float) -> None:
+        """Other groups that make the sum which this attempt has made are waited for until then."""
+        for other in self.attempts.values():
+            same = other.parts == attempt.parts and other.copies is attempt.copies is None
+            if same and attempt.parts and other.late_at is None:
+                other.late_at = until
+
+    def time_late(self, now: float, least_s: float, factor: float) -> None:
+        """Once half of all members have answered, wait for no attempt longer than `least_s`, or `factor` times as long
+        as the longest one took: a few members must not hold the stage up.
+        """
+        waiting = {peer for attempt in self.attempts.values() for peer in attempt.waiting}
+        prepared = {peer for attempt in self.attempts.values() for peer in attempt.prepared}
+        if self.longest_s is None or len({*prepared, *self.sums.members()} - waiting) < len(waiting):
+            return
+        for attempt in self.attempts.values():
+            if attempt.late_at is None:
+                attempt.late_at = now + max(least_s, factor * self.longest_s)
+
+    def others_have(self, attempt: GroupAttempt) -> bool:
+        """True when another group has made the sum that this one makes."""
+        return bool(attempt.parts) and any(top.parts == attempt.parts for top in self.sums.tops)
 
     def busy(self) -> set[str]:
         """Members of attempts that are under way."""

@@ -84,6 +84,7 @@ class Closing:
                 self._forget(now, stage)
             self._look_for_losses(now, stage)
             close.settled = False
+            close.calm()
             self._spare(now, close)
 
     def _spare(self, now: float, close: StageClose) -> None:
@@ -165,8 +166,7 @@ class Closing:
 
     def take(self) -> list[Output]:
         """The outputs to carry out now, in order; each is returned once."""
-        out = list(self._out)
-        self._out.clear()
+        out, self._out[:] = [*self._out], []
         return out
 
     # --- attempts ---------------------------------------------------------------------------------------------
@@ -208,6 +208,7 @@ class Closing:
             self._out += attempt.orders.values()
         if not found:
             self._look_whether_whole(now, stage)
+        close.time_late(now, self._config.late_s, _LATE_FACTOR)
         close.looked = close.view(self._roster.version)
         return bool(found)
 
@@ -223,10 +224,22 @@ class Closing:
             if attempt.heard_at is not None and now >= attempt.heard_at:
                 self._judge_accused(now, stage, attempt)
             elif attempt.late_at is not None and now >= attempt.late_at and not attempt.accused:
-                if 2 * len(attempt.prepared) >= len(attempt.group):
-                    self._leave_behind(now, stage, attempt)
-                else:  # others have the same sum: the members get copies
-                    self._cancel(now, stage, attempt)
+                self._end_late(now, stage, attempt)
+
+    def _end_late(self, now: float, stage: int, attempt: GroupAttempt) -> None:
+        """End an attempt that took too long. A sum that at least half of its group have counts without the others."""
+        if attempt.prepared and (attempt.copies is not None or 2 * len(attempt.prepared) >= len(attempt.group)):
+            self._leave_behind(now, stage, attempt)
+        elif self.stages[stage].others_have(attempt):  # the members get copies
+            self._cancel(now, stage, attempt)
+        else:
+            for peer in sorted(attempt.waiting):
+                self.blame.failed(now, peer, "does not say that it averaged")
+            self._fail(now, stage, attempt)
+
+    def _late_at(self, now: float, attempt: GroupAttempt) -> float:
+        """Until when others may take, where this attempt has taken so long."""
+        return now + max(self._config.late_s, _LATE_FACTOR * (now - attempt.began))
 
     def _under_way(self) -> list[tuple[int, GroupAttempt]]:
         return [(stage, one) for stage, close in enumerate(self.stages) for one in close.attempts.values()]
@@ -270,15 +283,19 @@ class Closing:
             self._not_ok(now, stage, attempt, end)
 
     def _ok(self, now: float, stage: int, attempt: GroupAttempt, end: PrepareEnded) -> None:
+        close = self.stages[stage]
         attempt.prepared.add(end.peer)
         attempt.digests[end.peer] = end.digest
         if attempt.waiting:
-            if attempt.late_at is None and 2 * len(attempt.prepared) >= len(attempt.group):
-                attempt.late_at = now + max(self._config.late_s, _LATE_FACTOR * (now - attempt.began))
+            half = 2 * len(attempt.prepared) >= len(attempt.group)
+            if attempt.late_at is None and (half or attempt.copies is not None):
+                attempt.late_at = self._late_at(now, attempt)
         elif attempt.accused:
             self._judge_accused(now, stage, attempt)
         else:
             self._all_answered(now, stage, attempt)
+        close.longest_s = max(close.longest_s or 0.0, now - attempt.began)
+        close.time_late(now, self._config.late_s, _LATE_FACTOR)
 
     def _absent(self, now: float, stage: int, attempt: GroupAttempt, peer: str) -> None:
         """A member has not got the sum that it is to bring: only if that goes on is it the member's fault."""
@@ -294,8 +311,7 @@ class Closing:
         assigned = attempt.assigned(end.peer)
         missing, refused = assigned & set(end.missing), assigned & set(end.refused)
         lost = [peer for peer in dict.fromkeys(end.lost) if peer != end.peer]
-        helpers = [peer for peer in lost if peer in attempt.helpers]
-        mates = [peer for peer in lost if peer in attempt.group]
+        helpers, mates = ([peer for peer in lost if peer in known] for known in (attempt.helpers, attempt.group))
         if newcomers := self.blame.newcomers(self._together(stage, attempt), mates):
             mates = [mate for mate in mates if mate not in newcomers]
         explained = missing or refused or helpers or newcomers
@@ -351,7 +367,7 @@ class Closing:
             close.sums.release(self._batches.due, attempt.brought, now)
             self._begin_anew(now, stage, "a sum has no place among the others")
             return
-        self._wait_no_longer(now, close, attempt)
+        close.time_siblings(attempt, self._late_at(now, attempt))
         self._look_for_losses(now, stage)
         if len(set(top.digests.values())) > 1:  # each group made another sum of the same
             self._forget(now, stage)
@@ -359,13 +375,6 @@ class Closing:
             self._judge_different(now, stage, attempt, top)
         else:
             self._look_whether_whole(now, stage)
-
-    def _wait_no_longer(self, now: float, close: StageClose, attempt: GroupAttempt) -> None:
-        """Other groups that make the sum which this attempt has made get as much time as late members do."""
-        for other in close.attempts.values():
-            same = other.parts == attempt.parts and other.copies is attempt.copies is None
-            if same and attempt.parts and other.late_at is None:
-                other.late_at = now + max(self._config.late_s, _LATE_FACTOR * (now - other.began))
 
     def _look_for_losses(self, now: float, stage: int) -> None:
         """Forget the sums that are lost, and call off the attempts to join or copy them: else what was in them would be
@@ -378,9 +387,8 @@ class Closing:
                 self._give_up(now, stage, attempt)
 
     def _copy_differs(self, now: float, stage: int, attempt: GroupAttempt, top: PartialSum) -> None:
-        """Members report another sum than the one that they got a copy of: the word of one against that of another.
-
-        Nobody is blamed. The next copy is another member's, and who has had two in vain goes without the sum.
+        """Members report another sum than the one that they got a copy of: the word of one against that of another, so
+        nobody is blamed. The next copy is another member's; after two in vain a member goes without the sum.
         """
         close, holder = self.stages[stage], attempt.group[0]
         others = {peer for peer, digest in attempt.digests.items() if digest != top.digest}
@@ -404,18 +412,12 @@ class Closing:
     def _look_whether_whole(self, now: float, stage: int) -> None:
         """The stage is settled once all that can have the sum of the batch have it."""
         close, due = self.stages[stage], self._batches.due
-        if close.attempts or len(close.sums.tops) != 1 or not due.full:
-            return
-        (top,) = close.sums.tops
-        behind = {peer for peer in top.behind() if close.sums.stand(peer) is not None} - close.left
-        if len(top.contents) < len(due.entries) or behind:
-            return
-        first = self._config.factors and close.first is None and not top.last
-        if not top.last and not first:
+        top, has_first = close.complete(due), self._config.factors and close.first is None
+        if top is None or not (top.last or has_first):
             return
         if wrong := close.fault(due):
             self._begin_anew(now, stage, f"its sum cannot be right: {wrong}")
-        elif first:
+        elif not top.last:
             self._sum_second(now, stage, top)
         else:
             close.settled = True
@@ -460,14 +462,12 @@ class Closing:
         """False of one group among several, whose few members may be of one mind: who is at fault shows where all
         members, or as many as can, sum together what they hold.
         """
-        stands = {*attempt.stands.values()}
-        positions = {stand.position for stand in stands}
+        positions = {stand.position for stand in attempt.stands.values()}
         here = [peer for peer in self._workers(stage) if self._roster.entries[peer].position in positions]
         size = len(attempt.group)
         return not attempt.parts and (size >= len(here) or (self.stages[stage].wide and size >= _JURY))
 
     def _rest(self, stage: int) -> None:
-        """Pass the peers that get no share for now to the lines."""
         self._roster.lines.rest(stage, self._agreements[stage].idle)
 
     def _fail(self, now: float, stage: int, attempt: GroupAttempt) -> None:
