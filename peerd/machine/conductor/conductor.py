@@ -395,7 +395,7 @@ class Conductor:
         target, stepped = self.course.target, self.course.commits
         assert target is not None
         done = self.batches.due.credit()
-        if stepped:
+        if stepped and all(self.roster.at(stage, target) for stage in self.roster.stages):  # else nobody made it
             self.counted_work.step_made(target.step)
         if target != self.current:
             self.batches.step_made(target.step - 1)

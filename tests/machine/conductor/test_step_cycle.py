@@ -91,3 +91,15 @@ def test_a_stage_that_loses_its_member_between_two_turns_is_passed_over(monkeypa
     assert ordered(conductor.handle(2.0, MemberGone("b"))) == ["c"]
     assert ordered(conductor.wake(2.01)) == []
     assert conductor.waits_for() == "stage 1 has no peers"
+
+
+def test_a_step_that_nobody_makes_is_not_counted() -> None:
+    conductor, out = with_a_whole_batch()
+    moves = list[SendMove]()
+    for order in [one for one in out if isinstance(one, SendPrepare)]:
+        out = conductor.handle(2.0, PrepareEnded(order.peer, order.attempt, True))
+        moves += [one for one in out if isinstance(one, SendMove)]
+    assert moves
+    for move in moves:
+        conductor.handle(2.0, MoveEnded(move.peer, None))
+    assert (conductor.counted_work.of, conductor.counted_work.since_step) == ({}, None)
