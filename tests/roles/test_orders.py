@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from peerd.core.errors import Refused
 from peerd.core.ids import PeerId
@@ -156,3 +158,37 @@ async def test_a_member_helps_several_groups_at_once_and_averages_beside_that(tm
                 rounds.call_off_unless_of(None)
         assert len(said) == 2
         assert all("called off" in why for why in said)
+
+
+async def test_a_copy_that_is_called_off_leaves_the_sum_that_it_was_of(
+    tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with swarm(tmp_path / "peers") as s, trio.open_nursery() as nursery:
+        scene = Scene(s, run)
+        await scene.start("trainer", "mate")
+        trainer, mate = scene.s.peers["trainer"], scene.s.peers["mate"]
+        shown = scene.admitted(trainer, *range(BATCH))
+        for seq in range(BATCH):
+            await scene.backward(trainer, seq, shown)
+        assert (await scene.prepare(*(Mb(trainer.host.id.text, seq) for seq in range(BATCH)), attempt=b"1" * 16)).ok
+        orders, hangs_now = scene.stage.role.post.orders, trio.Event()
+
+        async def summed(plan: Any, vector: Any, *rest: Any) -> Any:
+            if plan.attempt == b"3" * 16:
+                hangs_now.set()
+                await trio.sleep_forever()
+            await trio.lowlevel.checkpoint()
+            return vector
+
+        monkeypatch.setattr(orders._rounds._averaging, "sum", summed)
+
+        async def copy(attempt: bytes) -> None:
+            with contextlib.suppress(Refused):
+                assert (await scene.copy(mate, b"1" * 16, attempt)).ok
+
+        await copy(b"2" * 16)
+        nursery.start_soon(copy, b"3" * 16)
+        await hangs_now.wait()
+        orders._rounds.call_off_for(b"4" * 16)
+        await trio.testing.wait_all_tasks_blocked()
+        assert orders.prepared == Position(1, b"next")

@@ -110,7 +110,8 @@ class PostOrders:
             if not self._rounds.keeps(self._total_of):  # the sum of an attempt that was called off
                 self.prepared, self._total = None, None
         if order.last:
-            self._total, self._total_of = total, order.attempt
+            copied = plan.senders == (self._ctx.host.id.text,) and self._rounds.keeps(order.brings or b"")
+            self._total, self._total_of = total, (order.brings or b"") if copied else order.attempt
             self.prepared = Position(order.step + 1, order.lineage)
             self.counted, self.digest = list(order.assigned), digest
         return Prepared(True, Mbs(), [], digest)

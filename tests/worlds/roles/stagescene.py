@@ -73,6 +73,15 @@ class Scene:
         answer = await self.stage.role._ctx.rpc.call(own, "stage/6/prepare", order, Prepared, timeout_s=30)
         return answer.body
 
+    async def copy(self, mate: Peer, of: bytes, attempt: bytes) -> Prepared:
+        """By the conductor's order, of the sum of the attempt `of`, for `mate`."""
+        own, listens = self.stage.host.id, mate.host.id.text
+        group = sorted([own.text, listens])
+        more: dict[str, Any] = {"listeners": [listens], "brings": of}
+        order = Prepare(self.mark, 1, 0, attempt, b"next", group, Mbs(), 2 * BATCH, 30.0, **more)
+        answer = await self.stage.role._ctx.rpc.call(own, "stage/6/prepare", order, Prepared, timeout_s=30)
+        return answer.body
+
     async def help(self, mate: Peer, attempt: bytes) -> Prepared:
         """By the conductor's order, without a gradient of its own, for `mate`."""
         own, one = self.stage.host.id, mate.host.id.text
