@@ -53,8 +53,7 @@ class FrozenState:
 
     def give_up(self) -> None:
         """Let every later read fail with GivenUp: nobody waits for the rest of the state."""
-        with self._lock:
-            self._is_given_up, self._live, self._tensors = True, False, []
+        self._is_given_up = True  # without the lock, which a copy may hold for long
 
     def read(self, tensor: int, begin: int, end: int) -> memoryview:
         """Bytes `begin` to `end` of a tensor, no earlier one than was read last; NoMemory: they were not kept. Raises
@@ -82,7 +81,7 @@ class FrozenState:
     def before_change(self) -> None:
         """Copy what was not read yet; for the thread that is about to change the tensors."""
         with self._lock:
-            if not self._live:
+            if not self._live or self._is_given_up:
                 return
             self._live = False
             for index in range(self._at, len(self._tensors)):

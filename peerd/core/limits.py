@@ -249,7 +249,7 @@ DHT_COPIED_KEYS: Final = 1024  # held by others, and asked for here often
 DHT_COPIED_BYTES: Final = 8 << 20  # of these, in memory
 DHT_RECORDS_PER_PUBLISHER: Final = 1024  # held for one publisher, all keys together
 DHT_BYTES_PER_PUBLISHER: Final = 1 << 20  # likewise
-DHT_BYTES_PER_KEY_AND_PUBLISHER: Final = 32 << 10  # with 256 bytes for each record: one of the largest, or 64 of a quarter KiB
+DHT_BYTES_PER_KEY_AND_PUBLISHER: Final = 32 << 10  # 256 bytes a record on top: 64 of a quarter KiB
 DHT_SUFFIXES_PER_KEY: Final = 64  # sub-keys of one publisher under one key
 
 # --- run files ------------------------------------------------------------------------------------------------------

@@ -205,6 +205,11 @@ class CatchingUp:
 
     # --- catching up --------------------------------------------------------------------------------------------
 
+    @property
+    def is_apart(self) -> bool:
+        """True while this peer stands at a position that the swarm's conductor never saw."""
+        return self._apart is not None
+
     def swarm_at(self, current: Position, stated: Position, apart: bool = False) -> None:
         """Take the swarm's position from the conductor's answer to a report of our position as `stated`.
 

@@ -83,9 +83,12 @@ class Saving:
 
     def give_up(self) -> None:
         """Stop the checkpoint that is being written, after the piece under way, and forget the one that waits."""
-        self._waiting = None
+        waiting, self._waiting = self._waiting, None
         if self._writing is not None:
             self._writing[2].give_up()
+        for position, state in [(one[0], one[-1]) for one in (self._writing, waiting) if one is not None]:
+            reason = f"this peer leaves, and the disk has not taken all {state.nbytes / 1e6:.1f} MB"
+            self._ctx.log.event("checkpoint.given_up", stage=self._stage, step=position.step, reason=reason)
         self._tell()
 
     async def run(self) -> None:
@@ -100,8 +103,7 @@ class Saving:
             except (ConfigError, NoMemory) as error:
                 self.missed(position, error)
             except GivenUp:
-                told = f"this peer ended before the disk had taken all {state.nbytes / 1e6:.1f} MB"
-                self._ctx.log.event("checkpoint.given_up", stage=self._stage, step=position.step, reason=told)
+                pass  # the log has it
             else:
                 self._failed = None
                 self._ctx.log.event("checkpoint.saved", stage=self._stage, step=position.step)

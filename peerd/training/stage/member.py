@@ -80,7 +80,7 @@ class StageMember:
         self._moves.cancel()
         async with trio.open_nursery() as nursery:
             for held in self._held.values():
-                nursery.start_soon(self._end, held)
+                nursery.start_soon(partial(self._end, held, ends=True))
 
     @property
     def unsaved(self) -> str | None:
@@ -121,11 +121,15 @@ class StageMember:
         return True
 
     async def _end(
-        self, held: _Held, may_go: Callable[[], bool] = lambda: True, patience_s: float | None = None
+        self,
+        held: _Held,
+        may_go: Callable[[], bool] = lambda: True,
+        patience_s: float | None = None,
+        ends: bool = False,
     ) -> bool:
         if not held.begun:
             return True  # nobody knows of it, and the task that begins it would miss it
-        if not await held.post.leave(patience_s, may_go):
+        if not await held.post.leave(patience_s, may_go, ends):
             return False
         held.scope.cancel()
         await held.ended.wait()  # the record goes after it: a post announces itself as long as it runs

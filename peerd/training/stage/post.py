@@ -184,10 +184,12 @@ class Post:
         self.moves_to(body.target, "".join(char if char.isprintable() else "?" for char in body.why))
         return Answer(Empty())
 
-    async def leave(self, patience_s: float | None = None, may_go: Callable[[], bool] = lambda: True) -> bool:
+    async def leave(
+        self, patience_s: float | None = None, may_go: Callable[[], bool] = lambda: True, ends: bool = False
+    ) -> bool:
         """Let the step under way end, if it can, so that no trainer has to repeat our part; then say goodbye.
 
-        False: when it had ended, the post might not go, and serves on.
+        False: when it had ended, the post might not go, and serves on. `ends`: the process ends as well.
         """
         if not self.state.built:
             return True
@@ -201,10 +203,10 @@ class Post:
         self.orders.close()  # what is written now must stay the newest that this post has
         self._announcing.cancel()
         await self.session.say_goodbye()
-        await self._write_last()
+        await self._write_last(ends)
         return True
 
-    async def _write_last(self) -> None:
+    async def _write_last(self, ends: bool) -> None:
         """Write the state that the post leaves with; where others have it, nothing slow is waited for.
 
         The last two holders of a state may leave at the same time, so the conductor is asked who is left after our
@@ -223,7 +225,8 @@ class Post:
                     await self.state.save()
                     await self.saving.written()
         finally:
-            self.saving.give_up()
+            if ends and not self.catching_up.is_apart:  # else there is time to write, or nobody else has it
+                self.saving.give_up()
             self._write_until = -math.inf
 
     async def _look_who_is_left(self) -> None:
