@@ -2,9 +2,10 @@
 
 The counts of a tenure (`machine/batch/counted_work`) are published every PERIOD_S, the peers with the most samples
 first, on as many pages as a publisher may have under one key. The record outlives its tenure, and its publisher, by
-_TTL_S at most: the conductor after it goes on from these counts. Whose record counts is the reader's choice, and all
-that a conductor says here is its own word. Hostile input: pages of any content under any suffix. A page that cannot be
-read costs its rows and no others; pages of other publishers are not decoded.
+_TTL_S at most: the conductor after it goes on from these counts. One that conducted before, and does so again while a
+record of its own predecessor still lives, goes on from that older one. Whose record counts is the reader's choice, and
+all that a conductor says here is its own word. Hostile input: pages of any content under any suffix. A page that cannot
+be read costs its rows and no others; pages of other publishers are not decoded.
 """
 
 from __future__ import annotations
