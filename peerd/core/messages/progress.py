@@ -104,7 +104,7 @@ class TrainerProgress(Message, frozen=True):
 
 
 def followed_most(told: Iterable[tuple[str, str]]) -> str | None:
-    """The conductor that most of a run's stage peers follow, or None if there is none, or it does not conduct.
+    """The conductor that most of a run's stage peers follow, or None if they follow nobody that conducts.
 
     `told`: each peer's id, and the conductor that it follows, by its record. A peer that conducts in its own eyes alone
     does not count.

@@ -327,7 +327,7 @@ class Prepare(Message, frozen=True):
     listeners: Annotated[list[PeerText], msgspec.Meta(max_length=MAX_MEMBERS)] = msgspec.field(default_factory=list)
     copy: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)] = 0  # which of the groups that make the same sum, from 0,
     copies: Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)] = 1  # and how many of them there are
-    # The order that gave the sum which this member brings, or, if it listens, keeps; None: its own gradient, or none.
+    # The order that gave the sum that this member brings, or keeps if it listens; without one it brings its own.
     brings: AttemptName | None = None
     last: bool = True  # the result is the sum of the batch, for the step; else a later order has it brought
     second: bool = False  # of gradients in factors: it brings its second factors, made with the sum that it has
