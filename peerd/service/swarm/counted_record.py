@@ -48,7 +48,7 @@ class CountedTable:
 def read_counted(
     by: PeerId, records: Iterable[Record], gate: Gate | None, unreadable: list[Record] | None = None
 ) -> CountedTable | None:
-    """The counts of conductor `by` in the records under `counted_key`, or None if there are none of it.
+    """The counts that conductor `by` published under `counted_key`, or None if it published none.
 
     Pages from before it began to count anew are left out. Of a peer that is on several pages the newest page counts.
     Records that are no pages are added to `unreadable`.
