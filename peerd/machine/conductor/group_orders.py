@@ -52,7 +52,7 @@ class StageClose:
     looked: object = None  # what there was at the last look for attempts to begin
 
     def whole(self, entries: int) -> PartialSum | None:
-        """The sum of so many microbatches, with which members can make the step; None: there is none."""
+        """The only sum, if it has `entries` microbatches and members can step with it; else None."""
         top = self.sums.tops[0] if len(self.sums.tops) == 1 else None
         return top if top is not None and top.last and len(top.contents) == entries else None
 
@@ -96,7 +96,7 @@ class StageClose:
         return self.sums.tops[0].kept if self.settled else ()
 
     def calm(self) -> None:
-        """Where nothing is summed or under way, what failed before says nothing of what comes."""
+        """Reset the pause between attempts if no sum is kept and no attempt is under way."""
         if not self.sums and not self.attempts:
             self.failures, self.not_before, self.problem = 0, 0.0, ""
 

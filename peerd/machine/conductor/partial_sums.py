@@ -31,8 +31,8 @@ class PartialSum:
     """One sum. `kept`: members that have it, in the order of their groups, and the attempt that gave it to each.
 
     `stands`: of those that keep it. `bringers`: the members whose own gradients are in it, as they were then. `parts`:
-    the sums that it was made of, which are there still where all who keep it are lost; none: members' own gradients, or
-    the parts have been let go of.
+    the sums that it was made of, which remain if all members that keep it are lost. It has no parts if it was made of
+    members' own gradients, or if its parts were dropped.
     """
 
     contents: frozenset[Mb]
