@@ -192,7 +192,7 @@ class Admission:
             del self._leashes[trainer]
 
     def _given(self, now: float, trainer: str) -> int | None:
-        """Number of microbatches that a trainer may have under way; None: any number."""
+        """Number of microbatches that a trainer may have under way, or None if there is no limit."""
         leash = self._leashes.get(trainer) if len(self._trainers) > 1 else None
         most = None if leash is None else 0 if self._others_work and leash.until > now else leash.most
         if most != 0 and trainer in self.newcomers:
@@ -285,7 +285,7 @@ class Admission:
     def _shares(
         self, now: float, wishing: Sequence[str], begun: Mapping[str, tuple[int, float]], ledger: Ledger
     ) -> dict[str, int | None]:
-        """Number of microbatches that each of these may have under way; None: any number."""
+        """Number of microbatches that each of these may have under way, or None if there is no limit."""
         self._look_who_works(now, wishing, begun, ledger)
         return {name: self._given(now, name) for name in wishing}
 

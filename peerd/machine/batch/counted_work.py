@@ -30,7 +30,7 @@ class PeerWork(NamedTuple):
 
 
 class CountedWork:
-    """See the module's header. `samples`: of a microbatch."""
+    """Samples of each peer in the steps that were made. `samples`: number of samples in a microbatch."""
 
     def __init__(self, samples: int, most: int = COUNTED_PEERS) -> None:
         self._samples, self._most = samples, most
