@@ -121,10 +121,10 @@ def _passed(run: RunFile, stage: int, piece: ModelPiece, samples: int) -> _Pass:
 
 
 def recomputes(run: RunFile, stage: int, device: str) -> bool:
-    """Whether layers are computed again in the backward: as `limits.recompute` says, else where the activations of a
-    microbatch would take more than half of the memory that the stage leaves free, and always where parameters are
-    copied to the device one layer at a time. Before the stage is built. ConfigError when those of layers of the user's
-    own cannot be measured.
+    """True if the backward computes layers again, as `limits.recompute` says. By default it does if the activations
+    of a microbatch would take more than half of the memory that the stage leaves free. Always true if parameters are
+    copied to the device one layer at a time. Call it before the stage is built. Raises ConfigError if the activations
+    of a user's own layers cannot be measured.
     """
     if offloads(run, device):
         return True
