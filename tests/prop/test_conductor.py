@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -56,20 +57,26 @@ def test_every_step_averages_one_whole_batch_whoever_rests(seed: int, delayed: b
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("seed", some(range(12), 3))
 def test_a_conductor_counts_the_whole_batch_of_each_step_that_it_saw_made(seed: int, delayed: bool) -> None:
-    """Whatever happens on the way: attempts that fail and are repeated, batches that shrink, members that die."""
-    swarm, tenures = RememberingSwarm(seed, delayed), dict[int, Conductor]()
+    """Whatever happens on the way: attempts that fail and are repeated, batches that shrink, members that die.
+
+    Nobody made a step that all members of a stage died in.
+    """
+    swarm = RememberingSwarm(seed, delayed)
+    tenures, ended, made = dict[int, Conductor](), Counter[int](), Counter[int]()
     for faults in (True, False):
         for _ in range(1000):
             swarm.happen(faults=faults)
-            tenures[id(swarm.conductor)] = swarm.conductor
-    steps = 0
-    for conductor in tenures.values():
-        work, made = conductor.counted_work, conductor.course.steps_made
-        assert sum(one.brought for one in work.of.values()) == made * BATCH
-        assert sum(one.computed for one in work.of.values()) == made * BATCH * STAGES
-        assert (work.since_step is None) == (not made)
-        steps += made
-    assert steps >= 5, "hardly anything happened"
+            conductor, key = swarm.conductor, id(swarm.conductor)
+            tenures[key] = conductor
+            if conductor.course.steps_made > ended[key]:
+                ended[key] = conductor.course.steps_made
+                made[key] += all(conductor.roster.at(stage, conductor.current) for stage in range(STAGES))
+    for key, conductor in tenures.items():
+        work = conductor.counted_work
+        assert sum(one.brought for one in work.of.values()) == made[key] * BATCH
+        assert sum(one.computed for one in work.of.values()) == made[key] * BATCH * STAGES
+        assert (work.since_step is None) == (not made[key])
+    assert made.total() >= 5, "hardly anything happened"
 
 
 def test_in_such_swarms_members_do_rest() -> None:
