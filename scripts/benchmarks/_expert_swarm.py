@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -157,8 +158,8 @@ class ExpertSwarm:
         self.run, self.weather, self._judge, self._trainer = run, weather, judge, trainer
         self.roles = Roles(run, folder)
 
-    async def learn(self, microbatches: int, looks: int, tell: Callable[[str], None] = lambda text: None) -> Curve:
-        """Train until all trainers together have flown so many microbatches."""
+    async def learn(self, microbatches: int, looks: int) -> Curve:
+        """Train until all trainers together have flown so many microbatches. Each result is told on stderr."""
         round_trip_s = self.weather.delay_s / (2 * LAYERS)
         near, far = SimLine(latency_s=0.0025), SimLine(latency_s=round_trip_s / 2, jitter_s=round_trip_s / 10)
         async with World(self.run.seed, swarm(), WorldConfig()).running() as world:
@@ -177,9 +178,13 @@ class ExpertSwarm:
                 assert await world.until(lambda goal=goal: self._flown() >= goal, within_s=3600), self.roles.story()
                 at.append(float(self._flown()))
                 values.append(self.result())
-                tell(f"{at[-1]:.0f} microbatches, {trio.current_time() - began:.1f} s: {values[-1]:.3f}")
+                self._tell(at[-1], trio.current_time() - began, values[-1])
             told = [role.status() for role in self.roles.of(self._trainer)]
             return Curve(at, values, told, trio.current_time() - began)
+
+    def _tell(self, flown: float, virtual_s: float, result: float) -> None:
+        text = f"{self.run.run}, {len(self._places())} experts a layer, {self.weather.text}"
+        print(f"{text}: {result:.3f} after {flown:.0f} microbatches, {virtual_s:.1f} virtual s", file=sys.stderr)
 
     def result(self) -> float:
         """Of the trunk that the first trainer has, and all hosts' experts, as they are now."""

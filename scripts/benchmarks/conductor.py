@@ -11,17 +11,13 @@ from __future__ import annotations
 import gc
 import math
 import random
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import trio
 import trio.testing
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from benchmarks._report import Figure, Report
 from peerd.core.keys import Keypair

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,8 +39,6 @@ from peerd.sim.simnet import SimLine
 from peerd.sim.wire import PACKET_BYTES
 from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.worlds.roles.virtualroles import Roles
 
 STAGES: Final = 3

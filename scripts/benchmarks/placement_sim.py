@@ -12,7 +12,6 @@ trainer` is what peerd does with `handover: trainer`. `along the chain` stands f
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from benchmarks._placed_cost import WorkBytes, paper_s, paths_s
 from benchmarks._placement_cases import ACTIVATION_BYTES, GRADIENT_BYTES, Case, cases
 from benchmarks._report import Figure, Report
 from peerd.compute.model.partition import build
@@ -44,9 +44,6 @@ from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevic
 from peerd.machine.placement.search import SearchOptions, plan
 from peerd.machine.placement.starts import random_placement
 from peerd.sim.clock import run_virtual
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks._placed_cost import WorkBytes, paper_s, paths_s
 from tests.worlds.roles.placed import Handover, PlacedRun, placed_world, step_times
 from tests.worlds.roles.virtualroles import Roles
 

@@ -14,7 +14,6 @@ is not measured is rare: idle connections are tried every five minutes, and the 
 from __future__ import annotations
 
 import random
-import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -40,8 +39,6 @@ from peerd.sim.programs import swarm
 from peerd.sim.world import World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.kit.exact import Batches, differences, plain_torch, run_file, write_texts
 from tests.worlds.network.world import home_line
 from tests.worlds.roles.virtualroles import PacedDevice, Roles

@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,8 +53,6 @@ from peerd.sim.simnet import NetConfig, SimPath
 from peerd.sim.world import Node, World, WorldConfig
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.worlds.roles.virtualroles import Roles
 
 POLICIES: Final = ("swarm", "flow", "ours")

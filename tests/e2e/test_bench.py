@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,15 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return {**json.loads(printed.out.splitlines()[-1]), "printed": printed.err}
 
     return run
+
+
+@pytest.mark.slow
+def test_the_list_of_benchmarks_loads_each_of_them_in_any_folder(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    argv = [sys.executable, str(SCRIPTS / "bench.py")]
+    told = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    assert {line.split()[0] for line in told.stdout.splitlines()} >= {"digits", "language", "realsize", "transport"}
 
 
 @pytest.mark.slow
