@@ -122,7 +122,7 @@ async def test_a_peer_without_the_memory_for_both_leaves_before_it_enters(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("phase", some(["stage.moved", "stage.move_begun", "stage.caught_up"], 1))
+@pytest.mark.parametrize("phase", some(["stage.moved", "stage.move_begun", "stage.downloaded"], 1))
 async def test_a_kill_of_the_peer_that_moves_costs_nothing_but_the_peer(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches, phase: str
 ) -> None:
