@@ -35,6 +35,7 @@ _MANIFEST_TIMEOUT_S = 120.0  # a donor copies and hashes its state first,
 _COPY_PIECE_S = 0.05  # each piece of it on a slow machine
 _PIECE_TIMEOUT_S = 30.0  # beside what the pieces under way take on a slow line
 _STALL_S = 120.0  # likewise
+_DIGEST_BYTES = 32  # of a piece
 _SLOW_PIECE_S = STATE_PIECE_BYTES / RPC_LEAST_BYTES_PER_S  # a piece by itself on such a line
 _PAUSE_S = 0.5  # after the first failure of a donor; then twice as long each time
 _AGAIN_S = 0.05  # before donors that stand at different steps are asked again; then twice as long
@@ -63,7 +64,7 @@ class Download:
         self._rng = rng
         self._kept = kept or dl.PartialState()
         self._donors = {name: self._donor(name) for name in donors}
-        self._poll = Poll(now)
+        self._poll = Poll(now, self._copy_s)
         self._meet = 0  # the step for which donors wait before they say what they vouch for
         self.undecided = ""  # why no state is chosen yet
         self._now = now
@@ -222,7 +223,7 @@ class Download:
         others = [donor for donor in givers if donor not in asked]
         if others and (not asked or now >= self._digests_due):
             self._digests_due = now + UNKNOWN_PIECE_S
-            self._ask(self._rng.choice(others), dl.DIGESTS, _PIECE_TIMEOUT_S, out)
+            self._ask(self._rng.choice(others), dl.DIGESTS, _PIECE_TIMEOUT_S + self._digests_s, out)
         if others:
             self._wakes.append(self._digests_due)
 
@@ -371,6 +372,10 @@ class Download:
     @property
     def _copy_s(self) -> float:
         return self._pieces * _COPY_PIECE_S
+
+    @property
+    def _digests_s(self) -> float:
+        return self._pieces * _DIGEST_BYTES / RPC_LEAST_BYTES_PER_S
 
     def _ask(
         self, donor: Donor, piece: int, timeout_s: float, out: list[dl.Output], flight: PieceInFlight | None = None

@@ -7,7 +7,7 @@ one that was lost after it vouched does. Decisions come with a reason. Times are
 
 A hostile donor may: vouch for a state of its own making (it stays alone, unless it has as many friends as there are
 honest donors), name a position far ahead (that breaks ties only), or not answer (nobody waits longer than
-GATHER_S once a camp stands, and PATIENCE_S in all).
+GATHER_S once a camp stands, and in all PATIENCE_S beyond the time that honest donors need to copy the state).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from peerd.core.messages.swarm import Position
 
 VOUCHERS: Final = 2  # donors that have to agree, where so many answer
 GATHER_S: Final = 10.0  # how long to wait for more answers once such a camp stands
-PATIENCE_S: Final = 60.0  # how long to wait for such a camp, before one is taken that nobody contradicts
+PATIENCE_S: Final = 60.0  # how long to wait for such a camp, beside the donors' copying, before a smaller one is taken
 _FURTHEST: Final = 64  # steps that donors may be asked to make before they answer
 
 
@@ -68,10 +68,13 @@ def meeting_step(claims: Iterable[Claim], rounds: int) -> int:
 
 
 class Poll:
-    """The count of one download's claims: `decide` whenever something has changed, and at `due`."""
+    """The count of one download's claims: `decide` whenever something has changed, and at `due`.
 
-    def __init__(self, now: float) -> None:
-        self._patience_until = now + PATIENCE_S
+    `copy_s`: seconds in which an honest donor copies and hashes its state before it can vouch for it.
+    """
+
+    def __init__(self, now: float, copy_s: float = 0.0) -> None:
+        self._patience_until = now + PATIENCE_S + copy_s
         self._gather_until: float | None = None
 
     @property

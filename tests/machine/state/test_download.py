@@ -190,6 +190,22 @@ def test_silent_donors_are_waited_for_only_so_long() -> None:
     assert alone.decide(PATIENCE_S, {"a": TRUTH}, 1).camp is not None
 
 
+def test_donors_are_waited_for_as_long_as_they_copy_a_large_state() -> None:
+    """A state of 4 GB that each donor copies and hashes in three minutes."""
+    w = World({name: Behaviour(manifest_s=180.0, piece_s=0.01) for name in "abc"}, 4000)
+    w.run()
+    assert isinstance(w.last, dl.Downloaded), w.last
+
+
+def test_the_digests_of_a_large_state_may_take_their_time() -> None:
+    """A state of 100 GB on a line of 32 KiB/s: its digests take 98 s."""
+    download = Download(0.0, 100_000, random.Random(1), ["a"])
+    asked = download.wake(0.0)
+    asked = download.handle(1.0, dl.Vouched(asked[0].ask, TRUTH))
+    (digests,) = [one for one in asked if isinstance(one, dl.AskDonor) and one.piece == dl.DIGESTS]
+    assert digests.timeout_s > 98.0
+
+
 def test_a_slow_line_that_many_donors_fill_is_waited_for() -> None:
     """Eight donors at once on a line of 32 KiB/s: of each one piece comes in 256 s."""
     world = World({f"d{i}": Behaviour(piece_s=256.0) for i in range(8)}, 40)
