@@ -341,7 +341,9 @@ class PositionSearch:
     def _patience_s(self) -> float:
         """Seconds that a state which is nowhere is waited for."""
         config = self._config
-        if self.kept_step or self._only_doubted():
+        if self.kept_step:
+            return config.forsake_most_s + config.fetch_s
+        if self._only_doubted():
             return config.forsake_most_s
         if self._course.current is not None:
             return config.forsake_s

@@ -34,6 +34,7 @@ class ConductorConfig:
     forsake_s: float = math.inf
     forsake_unseen_s: float = math.inf
     forsake_most_s: float = math.inf
+    fetch_s: float = 0.0  # how long members may fetch such a checkpoint, beside that: it grows with its size
     lease_s: float = 30.0  # how long a whole batch waits for one that its trainer does not finish, others being quicker
     first_lease_s: float = 120.0  # how long a microbatch may stay unfinished where nobody else shows what is usual
     retry_s: float = 0.2  # before a failed attempt is repeated; doubles up to 5 s

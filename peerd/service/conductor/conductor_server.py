@@ -104,6 +104,10 @@ class Conducting:
 
             self._replanning = Replanning(self._driver, self._clock, stages, self._microbatches, planner)
 
+    def know_state(self, state_bytes: int) -> None:
+        """Take over the size of this peer's state, which says how long members may fetch a checkpoint."""
+        self._duty.state_bytes = state_bytes
+
     @property
     def term(self) -> int:
         """The latest term that is believed; this peer's own while it conducts."""

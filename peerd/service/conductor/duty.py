@@ -45,6 +45,7 @@ _LOOK_FOR_S = 3.0  # for a member to answer, before the new conductor decides wi
 _INSISTS_S = 8.0  # that a peer asks one that is conducted by another: in that time it has asked many in the order
 _PROOFS = 16  # members that are asked for proofs in one look, side by side
 _ASKED_AGAIN_S = 20.0  # between two such questions to one peer about one position
+_SLOW_LINE_BYTES_PER_S = 125e3  # of a member that fetches a checkpoint: 1 Mb/s
 _FORGOTTEN_S = 12.0  # between two calls, and it asks anew
 
 
@@ -63,6 +64,7 @@ class Duty:
         self._config, self._host, self._clock, self._driver, self._proofs = config, host, clock, driver, proofs
         self._rivals, self._following = rivals, rivals.following
         self.work: tuple[float, ...] = ()  # of a microbatch in each stage, relative to each other; empty: all the same
+        self.state_bytes = 0  # of the first stage; that of others is like it
         self.term = 0  # the latest that is believed; this peer's own while it conducts
         self.counts: CountedRecord | None = None  # publishes what each tenure counts of peers' work
         self._doubt = trio.Event()  # set, and replaced, when a report names a later term than ours
@@ -126,7 +128,8 @@ class Duty:
 
     def _new_tenure(self) -> Tenure:
         own, now = self._following.own, trio.current_time()
-        sizes = replace(self._config.conductor, work=self.work)
+        fetch_s = 2 * self.state_bytes / _SLOW_LINE_BYTES_PER_S
+        sizes = replace(self._config.conductor, work=self.work, fetch_s=fetch_s)
         if self.term > 1:  # a run that is on its way: its members are known, and will soon report
             sizes = replace(sizes, gather_s=_TAKE_OVER_GATHER_S)
         evidence = self._proofs.evidence

@@ -125,6 +125,7 @@ class Post:
         self._conducting.notes = lambda text: self._ctx.log.event("conductor.noted", note=text)
         self._conducting.warnings = lambda text: self._ctx.log.event("conductor.noted", level="warning", note=text)
         self._conducting.solver = self._coding
+        self._conducting.know_state(self._state_bytes)
         if self._run.pipeline.stages > 1:  # else there is nothing to choose
             works = await self._coding.run(partial(stage_works, self._run), name="compare the stages")
             plans = self._run.pipeline.placement == "network"

@@ -231,6 +231,23 @@ def test_what_a_keeper_keeps_is_waited_for() -> None:
     assert made.current == SAVED
 
 
+def test_a_large_checkpoint_that_a_keeper_has_is_waited_for_as_long_as_its_bytes_take() -> None:
+    config = ConductorConfig(
+        stages=2, microbatches=4, first_save=10, forsake_s=3.0, forsake_most_s=600.0, fetch_s=7200.0
+    )
+    made = Conductor(config, random.Random(1), 0.0, Origin(own="0a"))
+    for event in (at_stage("0a"), at_stage("1a")):
+        made.handle(0.0, event)
+    made.search.kept_step = 30
+    steps(made, 1.0, 7000.0)
+    assert made.lost
+    assert "the run begins anew after 7800 s" in made.search.problem()
+    for peer in ("0a", "1a"):
+        made.handle(7000.0, at_stage(peer, saved=(SAVED,)))
+    steps(made, 7000.0, 7100.0)
+    assert made.current == SAVED
+
+
 def test_a_stranger_that_takes_its_claim_back_and_repeats_it_delays_a_start_no_longer() -> None:
     config = ConductorConfig(stages=2, microbatches=4, first_save=10, gather_s=1.0, forsake_most_s=600.0)
     made = Conductor(config, random.Random(1), 0.0, Origin(own="0a"))

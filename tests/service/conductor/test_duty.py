@@ -66,6 +66,13 @@ async def test_who_is_conducted_by_another_conducts_at_once_when_that_one_is_gon
         assert scene.duty.act(0, THIRD.peer_id).term == 1
 
 
+async def test_members_may_fetch_a_kept_checkpoint_for_as_long_as_its_size_asks(autojump_clock: MockClock) -> None:
+    async with running() as scene:
+        scene.duty.state_bytes = 3_000_000_000
+        config = scene.duty.act(0, OWN.peer_id).machine.search._config
+        assert config.fetch_s == 2 * 3_000_000_000 / 125_000
+
+
 async def test_a_term_that_is_named_makes_it_look_soon_and_changes_nothing(autojump_clock: MockClock) -> None:
     async with running() as scene:
         tenure = scene.duty.act(0, OWN.peer_id)
