@@ -78,7 +78,7 @@ _PARTS_KEPT = 16  # so much memory of parts that were summed waits for the next 
 _DTYPES = {"float32", "float64"}  # of a vector that a helper is told to sum
 _JOIN_WAIT_S = 30.0  # a member may hear of the round a little later than the others
 _LOOK_S = 0.5  # how often lateness is looked for
-_ANSWER_S = 0.6  # for a silent member to say that it only waits
+_ANSWER_S = 0.6  # for a silent member to say that it only waits, at least: on a full line an answer queues for seconds
 _DOUBT_S = 0.8  # for the conductor, or the loss of a link, to say why a member ended its round
 
 
@@ -219,7 +219,7 @@ class Averaging:
             now = trio.current_time()
             state.look(now, lambda peer: self._rpc.came_bytes(PeerId.parse(peer)))
             if state.round.late(now):
-                hung, coming, idle_s = await self._ask_the_silent(plan.attempt, state.round.silent(now))
+                hung, coming, idle_s = await self._ask_the_silent(plan, state.round.silent(now))
                 self._be_patient_with_the_slow(state, now, idle_s)
                 if coming and not hung and now < waits_until:  # everybody waits for them
                     state.round.be_patient(now)
@@ -243,16 +243,19 @@ class Averaging:
             for peer in idle_s:
                 state.round.heard(now, peer)
 
-    async def _ask_the_silent(self, attempt: bytes, silent: set[str]) -> tuple[set[str], set[str], dict[str, float]]:
+    async def _ask_the_silent(
+        self, plan: AveragingPlan, silent: set[str]
+    ) -> tuple[set[str], set[str], dict[str, float]]:
         """Ask the silent peers. Returns those that do not answer at all, or else those that are not in the round; those
         that have yet to begin it; and for how long nothing has come to each of the rest, which waits as we do.
         """
         mute, absent, coming, idle_s = set[str](), set[str](), set[str](), dict[str, float]()
+        within_s = max(_ANSWER_S, plan.patience_s / 4)
 
         async def ask(peer: str) -> None:
-            key = AverageKey(attempt, 0)
+            key = AverageKey(plan.attempt, 0)
             try:
-                answer = await self._rpc.call(PeerId.parse(peer), _ALIVE, key, AverageAlive, timeout_s=_ANSWER_S)
+                answer = await self._rpc.call(PeerId.parse(peer), _ALIVE, key, AverageAlive, timeout_s=within_s)
                 if answer.body.coming:
                     coming.add(peer)
                 else:

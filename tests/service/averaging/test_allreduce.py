@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -128,6 +128,22 @@ async def test_a_silent_member_ends_the_round_and_is_named(autojump_clock: MockC
             assert nodes[2].id.text in result.lost
             assert len(result.lost) == 1
         assert trio.current_time() - began < 12.0
+
+
+async def test_a_member_whose_answer_queues_on_a_full_line_is_not_named_in_place_of_a_silent_one(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, slow = Averaging._alive, set[str]()
+
+    async def late(self: Averaging, call: Any) -> Any:
+        await trio.sleep(1.0 if self._own in slow else 0.0)
+        return await answer(self, call)
+
+    monkeypatch.setattr(Averaging, "_alive", late)
+    async with group(3) as (_, nodes):
+        slow.update(node.id.text for node in nodes[:2])
+        results = await run_all(nodes[:2], [np.ones(3000, dtype="float32")] * 2, plan(nodes))
+        assert [r.lost for r in results if isinstance(r, RoundFailed)] == [(nodes[2].id.text,)] * 2
 
 
 async def test_a_lost_link_ends_the_round_at_once(autojump_clock: MockClock) -> None:
