@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import trio
+from trio.testing import MockClock
 
 from peerd.compute.frozen_state import FrozenState
 from peerd.core.messages.swarm import Position
@@ -58,3 +59,16 @@ async def test_a_checkpoint_under_way_is_given_up_and_one_that_waits_is_forgotte
     assert not second.begun.is_set()
     assert saving.positions == []
     assert list((tmp_path / "checkpoints" / "left" / "stage-0").iterdir()) == []
+
+
+async def test_a_large_checkpoint_is_no_problem_while_its_bytes_may_take_so_long(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    ctx: Any = SimpleNamespace(run=RunFile(run="large"), data_dir=tmp_path, worker=lambda name: Files())
+    saving, state = Saving(ctx, bytes(32)), SimpleNamespace(nbytes=5_000_000_000)
+    saving._writing = Position(3, bytes(8)), trio.current_time(), state  # type: ignore[assignment]
+    await trio.sleep(500)
+    assert saving.problem is None
+    await trio.sleep(100)
+    assert saving.problem is not None
+    assert "step 3 for 600 s" in saving.problem

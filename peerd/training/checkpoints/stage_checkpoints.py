@@ -25,7 +25,8 @@ from peerd.core.run.runfile import disk_bytes
 from peerd.role import RoleContext
 from peerd.signals import Signal
 
-_HANGS_S = 30.0  # that writing a checkpoint takes before `problem` reports it
+_HANGS_S = 30.0  # that writing a checkpoint takes before `problem` reports it, beside
+_SLOW_DISK_BYTES_PER_S = 10e6  # what its bytes take on a slow disk
 
 
 class Saving:
@@ -61,9 +62,11 @@ class Saving:
     @property
     def problem(self) -> str | None:
         """The reason that the newest checkpoint is not on the disk, if the user can do something about it."""
-        if self._writing is not None and trio.current_time() - self._writing[1] > _HANGS_S:
-            for_s = trio.current_time() - self._writing[1]
-            return f"{self.directory} has not taken the checkpoint of step {self._writing[0].step} for {for_s:.0f} s"
+        if self._writing is not None:
+            position, begun, state = self._writing
+            for_s = trio.current_time() - begun
+            if for_s > _HANGS_S + state.nbytes / _SLOW_DISK_BYTES_PER_S:
+                return f"{self.directory} has not taken the checkpoint of step {position.step} for {for_s:.0f} s"
         return self._failed
 
     def has(self, position: Position) -> bool:
