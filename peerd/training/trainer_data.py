@@ -66,8 +66,11 @@ class TrainerData:
         return load
 
     async def held_out(self) -> list[Load]:
-        """Held-out samples for an evaluation, the same ones each time."""
-        return await self._patiently(self._take_held_out, "take held-out samples")
+        """Held-out samples for an evaluation, the same ones each time.
+
+        On a worker of its own: they may lie at the end of a file that is still being fetched, and training goes on.
+        """
+        return await self._patiently(self._take_held_out, "take held-out samples", self._ctx.worker("held-out"))
 
     async def prompt_digests(self) -> dict[str, str] | None:
         """Digests of the text, by which trainers compare it; None if that would take long: then ask for `digests`."""

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from peerd.commands.doctor.finding import CheckResult
+from peerd.commands.doctor.finding import CheckResult, CheckVerdict
 from peerd.commands.doctor.run_checks import RunNeeds, precision_checks, run_checks
+from peerd.compute.file_index import INDEX_NAME, make_index
 from peerd.compute.model.footprint import measured_footprint
 from peerd.core.decoders import convert
 from peerd.core.run.runfile import LoopSection, RunFile, precision_text
+from tests.worlds.processes.webserver import serving
 
 OWN = """
 from torch import nn
@@ -103,3 +105,20 @@ def test_the_precision_is_told_with_the_runs_where_they_differ() -> None:
         *(None, "fp16", None),
         "full (limits.precision; the run's is fp16)",
     ]
+
+
+@pytest.mark.socket
+def test_held_out_text_at_the_ends_of_remote_files_is_not_fetched_for_a_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "served"
+    folder.mkdir()
+    (folder / "a.txt").write_text("words " * 2000)
+    (folder / INDEX_NAME).write_bytes(make_index(folder))
+    with serving(folder) as web:
+        told = found(run({"data": {"path": web.url()}}), tmp_path, "trainer")
+    assert told["text"].found.endswith("1 files, samples come out")
+    assert told["text to validate"].verdict == CheckVerdict.OK
+    assert told["text to validate"].found.endswith("at the ends of 1 files, which are not fetched for this")

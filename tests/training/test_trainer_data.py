@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeVar, cast
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
@@ -55,14 +56,14 @@ def data_of(run: RunFile, folder: Path, reader: InlineWorker | None = None) -> t
 
 
 class Reader(InlineWorker):
-    """A worker for one job at a time; jobs that take samples wait while `waits`."""
+    """A worker for one job at a time; jobs named `held_up` wait while `waits`."""
 
-    def __init__(self) -> None:
-        self.waits, self._turn = False, trio.Lock()
+    def __init__(self, held_up: str = "take samples") -> None:
+        self.waits, self._held_up, self._turn = False, held_up, trio.Lock()
 
     async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
         async with self._turn:
-            if self.waits and name == "take samples":
+            if self.waits and name == self._held_up:
                 await trio.sleep_forever()
             return await super().run(job, name=name, cost_s=cost_s, urgent=urgent)
 
@@ -148,6 +149,22 @@ async def test_the_position_is_saved_while_the_reader_waits_for_a_server(
             await data.save_position()
         nursery.cancel_scope.cancel()
     assert json.loads((tmp_path / "peer" / "r-position.json").read_text())["taken"] == 4
+
+
+async def test_samples_are_taken_while_held_out_ones_wait_for_the_end_of_a_file(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    reader, run = Reader("take held-out samples"), run_on(str(files_of(tmp_path / "texts")))
+    run = msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, holdout=0.1))
+    data, _ = data_of(run, tmp_path / "peer", reader)
+    await data.open()
+    reader.waits = True
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(data.held_out)
+        await trio.sleep(1)
+        with trio.fail_after(5):
+            await data.take()
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_trainer_that_leaves_says_goodbye_though_the_position_cannot_be_saved(

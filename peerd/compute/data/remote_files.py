@@ -52,14 +52,16 @@ def default_folder() -> Path:
 
 
 class Cache:
-    """A folder for fetched files of at most `most_bytes` together. Used by one thread at a time, and its fetches."""
+    """A folder for fetched files of at most `most_bytes` together. Threads may share it; they wait for a file apart."""
 
     def __init__(self, folder: Path, most_bytes: int = CACHE_BYTES, downloader: Downloader | None = None) -> None:
         self.folder, self.most_bytes = folder, most_bytes
         self.downloader = downloader or Downloader()
         self._fetches: dict[str, FileFetch] = {}  # by SHA-256
         self._changed = threading.Condition()  # of all fetches
-        self._read: dict[str, str] = {}  # key of a source -> SHA-256 of the file that was opened last
+        # (key of a source, thread that reads it) -> SHA-256 of the file that was opened last
+        self._read: dict[tuple[str, int], str] = {}
+        self._choosing = threading.Lock()  # held while fetches are begun and ended, never for a file's bytes
 
     def open(self, url: str, file: IndexedFile, key: str) -> BinaryIO:
         """The file, which is fetched if it is not here; ConfigError or DataUnavailable when that is not possible.
@@ -67,7 +69,7 @@ class Cache:
         It may be read from as soon as its first piece is here; a read waits for bytes that are not.
         """
         self._check_size(url, file, key)
-        self._read[key] = file.sha256
+        self._read[key, threading.get_ident()] = file.sha256
         path = self.folder / file.sha256
         for _ in range(_TRIES):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -77,7 +79,8 @@ class Cache:
                     return stream
                 stream.close()  # a disk that was full, or somebody's hand
             with contextlib.suppress(FileNotFoundError, FetchEnded):
-                fetch = self._fetch(url, file)
+                with self._choosing:
+                    fetch = self._fetch(url, file)
                 if STREAMS and file.pieces:
                     return fetch.open()
                 fetch.wait()  # before it is complete nobody knows whether any of it is right
@@ -89,10 +92,11 @@ class Cache:
         At most one is on its way, after those that somebody waits for. A failure is reported when the file is opened,
         and fetched anew.
         """
-        self._clear()
-        ahead = any(fetch.is_ahead for fetch in self._fetches.values())
-        if not ahead and file.sha256 not in self._fetches and not (self.folder / file.sha256).exists():
-            self._start(url, file, is_ahead=True)
+        with self._choosing:
+            self._clear()
+            ahead = any(fetch.is_ahead for fetch in self._fetches.values())
+            if not ahead and file.sha256 not in self._fetches and not (self.folder / file.sha256).exists():
+                self._start(url, file, is_ahead=True)
 
     def close(self) -> None:
         """End all fetches."""
