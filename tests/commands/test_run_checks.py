@@ -10,8 +10,9 @@ import pytest
 
 from peerd.commands.doctor.finding import CheckResult
 from peerd.commands.doctor.run_checks import RunNeeds, precision_checks, run_checks
-from peerd.compute.model.footprint import measured_footprint
+from peerd.compute.model.footprint import measured_footprint, refuse_if_too_large
 from peerd.core.decoders import convert
+from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import LoopSection, RunFile, precision_text
 
 OWN = """
@@ -76,6 +77,16 @@ def test_memory_follows_the_precision_that_this_peer_computes_in(tmp_path: Path)
     assert "precision" not in full
     assert half["precision"].found == "a stage is computed in bf16 (limits.precision; the run's is full)"
     assert sizes_in(half["memory"].found)[1] < sizes_in(full["memory"].found)[1]
+
+
+def test_a_stage_whose_gradient_rounds_cannot_carry_fails_doctor_with_the_words_of_join(tmp_path: Path) -> None:
+    wide = run(d_model=8192, heads=64, layers=4)
+    with pytest.raises(ConfigError) as refused:
+        refuse_if_too_large(wide, 0, "cpu")
+    checks = found(wide, tmp_path, "stage")
+    assert checks["model"].verdict == "fail"
+    assert f"{checks['model'].found}; {checks['model'].advice}" == str(refused.value)
+    assert "memory" not in checks
 
 
 def precisions(run: RunFile, *roles: str) -> list[tuple[str, str]]:

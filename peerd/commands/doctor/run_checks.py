@@ -140,12 +140,14 @@ def _text(run: RunFile) -> Iterator[CheckResult]:
 
 
 def _model(needs: RunNeeds) -> Iterator[CheckResult]:
-    """The model can be built, and there is room for a stage of it."""
-    from peerd.compute.model.footprint import footprint
+    """The model can be built, rounds can carry the gradient of a stage, and there is room for a stage."""
+    from peerd.compute.model.footprint import footprint, refuse_if_not_averaged
 
     run = needs.run
     stages = run.limits.stages or list(range(run.pipeline.stages))
     try:
+        for stage in stages:
+            refuse_if_not_averaged(run, stage)
         taken = [footprint(run, stage) for stage in stages]
     except ConfigError as error:
         yield failed("model", error, "ask the organizer for the file, or mend it")

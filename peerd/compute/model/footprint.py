@@ -1,7 +1,7 @@
 """Room that a stage takes here: what `core/model/stage_memory` says for the number of its parameters, which is that of
 the model itself, built without values, so it takes no memory to know. Only the activations of a user's own layers are
 measured, for which a stage of them is built (`measured_footprint`). A post refuses to begin what surely does not fit,
-and `peerd doctor` says so before.
+or what rounds of averaging cannot carry, and `peerd doctor` says so before.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from peerd.compute.gpu import free_bytes
 from peerd.compute.model.offload import offloads
 from peerd.compute.model.partition import DTYPES, ModelPiece, build, outline
 from peerd.compute.model.precision import Precision
+from peerd.compute.model.shared_buffers import buffers_of
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.compute.user_code import torchs_random_numbers
 from peerd.core.errors import ConfigError
+from peerd.core.model.averaged_vector import check_vector, vector_sizes
 from peerd.core.model.stage_memory import (
     ITEM_BYTES,
     LOSS_VALUES,
@@ -170,8 +172,20 @@ def lacking(taken: StageFootprint, device: str, own_limit_bytes: float = 0) -> s
     return None
 
 
+def refuse_if_not_averaged(run: RunFile, stage: int) -> None:
+    """Raise ConfigError if rounds of averaging cannot carry the gradient of `stage`, or if it cannot be built."""
+    piece = _shapes(run, stage)
+    shapes = [tuple(parameter.shape) for parameter in piece.parameters()]
+    if buffers := buffers_of(piece)():
+        shapes += [(1,), *((buffer.numel(),) for buffer in buffers.values())]  # as `SharedBuffers.shapes`
+    check_vector(run.averaging, max(vector_sizes(run.averaging, shapes)), ITEM_BYTES[run.model.dtype])
+
+
 def refuse_if_too_large(run: RunFile, stage: int, device: str) -> None:
-    """Raise ConfigError when this machine lacks the memory for `stage`, before anything is allocated."""
+    """Raise ConfigError if rounds of averaging cannot carry the gradient of `stage`, or if this machine lacks the
+    memory for it, before anything is allocated.
+    """
+    refuse_if_not_averaged(run, stage)
     lack = lacking(footprint(run, stage), device, run.limits.memory_gb * 1e9)
     if lack is not None:
         raise ConfigError(f"{lack}; give this peer a smaller stage (limits.stage) or a machine with more memory")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import pytest
 
@@ -10,12 +12,14 @@ from peerd.compute.model.footprint import (
     footprint,
     lacking,
     lacking_for_call,
+    refuse_if_not_averaged,
     refuse_if_too_large,
     room_for_activations,
     spare_bytes,
 )
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import LimitsSection, RunFile
+from peerd.core.model import averaged_vector
+from peerd.core.run.runfile import AveragingSection, LimitsSection, ModelSection, PipelineSection, RunFile
 
 MB = 1_000_000
 
@@ -72,3 +76,35 @@ def test_a_call_fits_or_not_beside_what_the_process_holds_now() -> None:
     assert said.startswith("it takes 0.2 GB beside the ")
     assert lacking_for_call(limited(0.001), 0) is None  # before anything was measured
     assert "of the machine's memory are free" in (lacking_for_call(limited(0), 1 << 60) or "")
+
+
+def wide(stages: int, **averaging: object) -> RunFile:
+    """A run with 2.6e9 parameters in its layers."""
+    return RunFile(
+        run="wide",
+        model=ModelSection(d_model=8192, heads=64, layers=4),
+        pipeline=PipelineSection(stages=stages),
+        averaging=AveragingSection(**averaging),  # type: ignore[arg-type]
+    )
+
+
+def test_a_stage_whose_gradient_rounds_cannot_carry_is_refused_before_it_is_built() -> None:
+    told = r"^a stage's gradient has \d+ values; allowed: up to 2147483648: cut the model into more stages"
+    with pytest.raises(ConfigError, match=told):
+        refuse_if_too_large(wide(1), 0, "cpu")
+    refuse_if_not_averaged(wide(2), 0)
+    refuse_if_not_averaged(wide(1, code="powersgd", rank=4), 0)
+
+
+def test_buffers_travel_with_the_gradient_and_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "normed.py").write_text(
+        "from torch import nn\ndef layers(run):\n    return [nn.Embedding(256, 4), nn.BatchNorm1d(64)]\n"
+    )
+    run = RunFile(run="normed", model=ModelSection(kind="normed.py:layers", d_model=4, heads=1, context=64))
+    values = 256 * 4 + 2 * 64 + 1 + 2 * 64 + 1  # parameters, then the samples, mean, variance and count of batches
+    monkeypatch.setattr(averaged_vector, "FRAME_ELEMENTS", values)
+    refuse_if_not_averaged(run, 0)
+    monkeypatch.setattr(averaged_vector, "FRAME_ELEMENTS", values - 1)
+    with pytest.raises(ConfigError, match=f"has {values} values"):
+        refuse_if_not_averaged(run, 0)
