@@ -10,7 +10,7 @@ import pytest
 
 from peerd.commands.doctor.finding import CheckResult
 from peerd.commands.doctor.run_checks import RunNeeds, precision_checks, run_checks
-from peerd.compute.model.footprint import measured_footprint, refuse_if_too_large
+from peerd.compute.model.footprint import footprint, measured_footprint, refuse_if_too_large
 from peerd.core.decoders import convert
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import LoopSection, RunFile, precision_text
@@ -87,6 +87,15 @@ def test_a_stage_whose_gradient_rounds_cannot_carry_fails_doctor_with_the_words_
     assert checks["model"].verdict == "fail"
     assert f"{checks['model'].found}; {checks['model'].advice}" == str(refused.value)
     assert "memory" not in checks
+
+
+def test_a_limit_of_memory_takes_disk_for_one_more_copy_of_the_state(tmp_path: Path) -> None:
+    each = footprint(run(), 0).checkpoint_bytes / 1e6
+    plain = found(run(), tmp_path, "stage")["room for checkpoints"]
+    limited = found(run({"limits": {"memory_gb": 100}}), tmp_path, "stage")["room for checkpoints"]
+    assert plain.found.startswith("3 checkpoints and one that is written take ")
+    assert limited.found.startswith("3 checkpoints, one that is written and a copy for it take ")
+    assert [sizes_in(one.found)[0] for one in (plain, limited)] == pytest.approx([4 * each, 5 * each], abs=0.1)
 
 
 def precisions(run: RunFile, *roles: str) -> list[tuple[str, str]]:

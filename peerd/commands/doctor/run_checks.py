@@ -208,7 +208,9 @@ def _memory(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
 
 
 def _disk(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
-    """Room for the checkpoints that a stage keeps, and one more that is written."""
+    """Room for the checkpoints that a stage keeps, one more that is written, and a copy that `limits.memory_gb` keeps
+    out of memory.
+    """
     keep, each = needs.run.checkpoint.keep, max(one.checkpoint_bytes for one in taken)
     need = (keep + 1) * each
     check, most = "room for checkpoints", disk_bytes(needs.run)
@@ -216,6 +218,8 @@ def _disk(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
         found = f"one and the one before take {_size(2 * each)}, and limits.disk_gb (--disk-gb) allows {_size(most)}"
         return CheckResult(check, CheckVerdict.WARN, found, "allow more")
     need = need if most is None else min(need, most)
+    if needs.run.limits.memory_gb:
+        return _room(needs, check, f"{keep} checkpoints, one that is written and a copy for it take", need + each)
     return _room(needs, check, f"{keep} checkpoints and one that is written take", need)
 
 

@@ -6,8 +6,8 @@ the other, the gradients of a microbatch and the sum that averaging makes (in gr
 earlier round as well; a grid that the conductor chooses for many members takes it, too). With them go the residuals of
 a code that loses something, the parts of a round in messages, and the activations of one microbatch: of a gpt as it is
 computed here, in `RunFile.precision`; those of a user's own layers are measured (`compute/model/footprint`). A
-checkpoint, or a state for a newcomer, is read piece by piece and takes no memory, unless the next step comes before it
-is written.
+checkpoint, or a state for a newcomer, is read piece by piece and takes no memory. What is left of it when the next step
+comes is copied: to a file with `limits.memory_gb`, else to memory, which is not counted here.
 
 With `limits.offload` all of that is in the machine's memory. A device with memory of its own holds copies of two layers
 that follow each other, the gradient of one of them, and activations of layers that are computed again.
