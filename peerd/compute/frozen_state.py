@@ -50,16 +50,20 @@ class FrozenState:
     """One state, read piece by piece. `specs` are sorted by name, and tensors are read in that order."""
 
     def __init__(
-        self, state: Mapping[str, Tensor], changes: Changes | None = None, make_room: MakeRoom | None = None
+        self,
+        state: Mapping[str, Tensor],
+        changes: Changes | None = None,
+        make_room: MakeRoom | None = None,
+        room: MappedRoom | None = None,
     ) -> None:
         """`changes` reports each change of the live tensors; None if they never change. `make_room` makes room for a
-        copy, in the thread that changes them; None: it is made in memory.
+        copy, in the thread that changes them; None: it is made in memory. `room`: where tensors lie that never change.
         """
         self.specs = [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in sorted(state.items())]
         self._tensors: list[Tensor | None] = [tensor.detach() for _, tensor in sorted(state.items())]
         self._live = changes is not None
         self._make_room = make_room
-        self._room: MappedRoom | None = None  # where the copies lie, if not in ordinary memory
+        self._room = room  # where the tensors, or the copies of them, lie, if not in ordinary memory
         self._lacks_room: str | None = None  # the reason that what was left was not copied
         self._is_given_up = False
         self._at = 0  # the tensor that is read now: those before it are done

@@ -98,6 +98,13 @@ def test_a_limit_of_memory_takes_disk_for_one_more_copy_of_the_state(tmp_path: P
     assert [sizes_in(one.found)[0] for one in (plain, limited)] == pytest.approx([4 * each, 5 * each], abs=0.1)
 
 
+def test_a_backbone_has_disk_for_a_set_that_is_fetched_beside_the_one_that_is_written(tmp_path: Path) -> None:
+    two = run({"pipeline": {"stages": 2, "microbatch": 64}})
+    each = [footprint(two, stage).checkpoint_bytes / 1e6 for stage in range(2)]
+    room = found(two, tmp_path, "backbone")["room for kept checkpoints"]
+    assert sizes_in(room.found)[0] == pytest.approx((3 + 2) * sum(each) + max(each), abs=0.1)
+
+
 def precisions(run: RunFile, *roles: str) -> list[tuple[str, str]]:
     return [(one.verdict, one.found) for one in precision_checks(RunNeeds(run, roles, Path(), "cpu"))]
 

@@ -224,7 +224,9 @@ def _disk(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
 
 
 def _room_to_keep(needs: RunNeeds) -> CheckResult:
-    """Room for the sets that a backbone keeps, each with a checkpoint of every stage."""
+    """Room for the sets that a backbone keeps, each with a checkpoint of every stage, one that is written, and the
+    states that it is written from.
+    """
     from peerd.compute.model.footprint import footprint
 
     check, keep = "room for kept checkpoints", needs.run.checkpoint.keep
@@ -232,8 +234,8 @@ def _room_to_keep(needs: RunNeeds) -> CheckResult:
         each = [footprint(needs.run, stage).checkpoint_bytes for stage in range(needs.run.pipeline.stages)]
     except ConfigError as error:
         return failed(check, error, "ask the organizer for the file, or mend it")
-    sets = f"{keep} sets of checkpoints of all {len(each)} stages and one that is written take"
-    return _room(needs, check, sets, (keep + 1) * sum(each) + max(each))
+    sets = f"{keep} sets of checkpoints of all {len(each)} stages, one that is written and one that is fetched take"
+    return _room(needs, check, sets, (keep + 2) * sum(each) + max(each))
 
 
 def _room(needs: RunNeeds, check: str, what: str, need: int) -> CheckResult:

@@ -15,14 +15,18 @@ import psutil
 import torch
 from torch import Tensor
 
+from peerd.compute.codec.powersgd import rights_outline
+from peerd.compute.flat import Layout
 from peerd.compute.gpu import free_bytes
 from peerd.compute.model.offload import offloads
 from peerd.compute.model.partition import DTYPES, ModelPiece, build, outline
 from peerd.compute.model.precision import Precision
 from peerd.compute.model.shared_buffers import buffers_of
+from peerd.compute.tensors import dtype_name
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.compute.user_code import torchs_random_numbers
 from peerd.core.errors import ConfigError
+from peerd.core.messages.state import TensorSpec
 from peerd.core.model.averaged_vector import check_vector, vector_sizes
 from peerd.core.model.stage_memory import (
     ITEM_BYTES,
@@ -32,6 +36,7 @@ from peerd.core.model.stage_memory import (
     activations_of,
     footprint_of,
     layer_counts,
+    moment_names,
 )
 from peerd.core.run.runfile import RunFile
 from peerd.local_code import guarded
@@ -60,6 +65,23 @@ def measured_footprint(run: RunFile, stage: int) -> StageFootprint:
         return footprint(run, stage)
     piece = build(run, [stage])
     return footprint_of(run, stage, _counts(piece), _measured_activations(run, stage, piece))
+
+
+def state_outline(run: RunFile, stage: int) -> list[TensorSpec]:
+    """Name, dtype and shape of each tensor in the state of `stage`, as `ServedStage.outline` returns them, without the
+    memory that a stage takes. ConfigError when the model cannot be built.
+    """
+    piece, dtype = _shapes(run, stage), run.model.dtype
+    shapes = {name: tuple(parameter.shape) for name, parameter in piece.named_parameters()}
+    specs = [TensorSpec(f"param/{name}", dtype, shape) for name, shape in shapes.items()]
+    for moment in moment_names(run.optimizer):
+        specs += [TensorSpec(f"opt/{name}/{moment}", dtype, shape) for name, shape in shapes.items()]
+    if run.averaging.code == "powersgd":
+        layout = Layout(tuple(shapes), tuple(map(torch.Size, shapes.values())))
+        specs += [TensorSpec(name, dtype, shape) for name, shape in rights_outline(layout, run.averaging.rank).items()]
+    buffers = buffers_of(piece)()
+    specs += [TensorSpec(f"buffer/{name}", dtype_name(t.dtype), tuple(t.shape)) for name, t in buffers.items()]
+    return sorted([*specs, TensorSpec("step", "int64", ())], key=lambda spec: spec.name)
 
 
 def _counts(piece: ModelPiece) -> list[int]:
