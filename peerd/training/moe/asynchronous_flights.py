@@ -89,8 +89,8 @@ class AsynchronousFlights(ExpertFlights):
         try:
             flight = await self._again_until_done(partial(self._there_and_back, load), None, drops=True)
             await self._come_down(flight)
-        except TooOld:
-            self.counts.too_old(1)
+        except TooOld as error:
+            self.counts.too_old(1, str(error))
         except MicrobatchNotFinite as error:
             if len(self._not_finite) < self._batch:
                 self._not_finite.append((error, load.origins))

@@ -143,6 +143,7 @@ class ExpertFlights:
         failures = not_finite = 0
         while True:
             await self._step_is_open(step)
+            pause_s, dropped = 0.0, None
             try:
                 result = await fly()
             except Stale as error:
@@ -154,12 +155,18 @@ class ExpertFlights:
                 own = isinstance(error, ResultNotFinite | NotFinite)  # not an expert's: their answers are checked
                 not_finite = not_finite + 1 if own else 0
                 if drops and not_finite >= _NOT_FINITE_BORNE:
-                    raise MicrobatchNotFinite(0, [self._ctx.host.id.text], str(error)) from None
-                self.counts.failed(error)
-                await trio.sleep(backoff_s(failures, _AGAIN_S, _AGAIN_MOST_S))
+                    dropped = MicrobatchNotFinite(0, [self._ctx.host.id.text], str(error))
+                else:
+                    self.counts.failed(error)
+                    pause_s = backoff_s(failures, _AGAIN_S, _AGAIN_MOST_S)
             else:
                 self.counts.succeeded()
                 return result
+            # Outside of the handlers: their error keeps alive what the flight held, and the parameters it began with.
+            if dropped is not None:
+                raise dropped
+            if pause_s:
+                await trio.sleep(pause_s)
             self.retries += 1
 
     async def _step_is_open(self, step: int | None) -> None:
