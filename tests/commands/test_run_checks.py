@@ -89,6 +89,22 @@ def test_a_stage_whose_gradient_rounds_cannot_carry_fails_doctor_with_the_words_
     assert "memory" not in checks
 
 
+def test_microbatches_under_way_and_the_trunks_copies_for_them_are_a_part_of_the_memory(tmp_path: Path) -> None:
+    many: dict[str, Any] = {"experts": {"grid": [2, 2]}, "optimizer": {"trunk": "asynchronous"}}
+    told = found(run(many), tmp_path, "trainer")["memory"]
+    assert told.verdict == "ok"
+    assert " and 64 microbatches under way and 33 copies of earlier parameters (" in told.found
+    more = found(run(many | {"limits": {"microbatches_in_flight": 4096, "memory_gb": 3}}), tmp_path, "trainer")[
+        "memory"
+    ]
+    assert more.verdict == "warn"
+    assert more.found.startswith("with 4096 microbatches under way and 33 copies of earlier parameters, stage 0 (")
+    assert "limits.memory_gb allows 3.0 GB" in more.found
+    assert more.advice.endswith("limits.microbatches_in_flight less than 4096")
+    few = found(run(many | {"limits": {"microbatches_in_flight": 4, "memory_gb": 3}}), tmp_path, "trainer")["memory"]
+    assert few.verdict == "ok"
+
+
 def test_a_limit_of_memory_takes_disk_for_one_more_copy_of_the_state(tmp_path: Path) -> None:
     each = footprint(run(), 0).checkpoint_bytes / 1e6
     plain = found(run(), tmp_path, "stage")["room for checkpoints"]

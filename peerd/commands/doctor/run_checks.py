@@ -175,12 +175,14 @@ def _measured(needs: RunNeeds, taken: list[StageFootprint]) -> list[StageFootpri
     return [one if one.stage in lacks else measured_footprint(needs.run, one.stage) for one in taken]
 
 
-def _lacks(needs: RunNeeds, taken: list[StageFootprint]) -> dict[int, str]:
-    """The stages that there is no memory for, and why; none on a device that is not there."""
+def _lacks(needs: RunNeeds, taken: list[StageFootprint], least: bool = True) -> dict[int, str]:
+    """The stages that there is no memory for, and why. `least`: as of `StageFootprint.on`. RuntimeError for a device
+    that is not there.
+    """
     from peerd.compute.model.footprint import lacking
 
     allowed = needs.run.limits.memory_gb * 1e9
-    lacks = ((one.stage, lacking(one, needs.device, allowed)) for one in taken)
+    lacks = ((one.stage, lacking(one, needs.device, allowed, least)) for one in taken)
     return {stage: lack for stage, lack in lacks if lack is not None}
 
 
@@ -191,12 +193,9 @@ def _memory(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
     except RuntimeError as error:  # of a device that is not there
         return CheckResult("memory", CheckVerdict.UNKNOWN, str(error).splitlines()[0])
     if not lacks:
-        most = max(taken, key=lambda one: sum(one.on(needs.device)))
-        there = max(one.on(needs.device)[0] for one in taken)
-        of_device = f", of these {_size(there)} on {needs.device}" if there else ""
-        found = f"enough for each stage, {_size(sum(most.on(needs.device)))} at most{of_device}"
-        activations = f"activations of a microbatch ({_size(most.activation_bytes(needs.device))})"
-        return CheckResult("memory", CheckVerdict.OK, f"{found}, with {activations}; Python and torch come on top")
+        trunks = [one for one in taken if one.flights.flights]
+        lack = next(iter(_lacks(needs, trunks, least=False).values()), None)
+        return _enough(needs, taken) if lack is None else _not_for_all_flights(trunks[0], lack)
     found = next(iter(lacks.values()))
     if len(lacks) < len(taken):
         fits = [one.stage for one in taken if one.stage not in lacks]
@@ -205,6 +204,28 @@ def _memory(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
     return CheckResult(
         "memory", CheckVerdict.FAIL, found, "more memory, or a run with more stages: each is smaller then"
     )
+
+
+def _enough(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
+    most = max(taken, key=lambda one: sum(one.on(needs.device)))
+    there = max(one.on(needs.device)[0] for one in taken)
+    of_device = f", of these {_size(there)} on {needs.device}" if there else ""
+    found = f"enough for each stage, {_size(sum(most.on(needs.device)))} at most{of_device}"
+    parts = f"activations of a microbatch ({_size(most.activation_bytes(needs.device))})"
+    if most.flights.flights:
+        parts += f" and {_flights(most)} ({_size(sum(most.flights.most))})"
+    return CheckResult("memory", CheckVerdict.OK, f"{found}, with {parts}; Python and torch come on top")
+
+
+def _not_for_all_flights(trunk: StageFootprint, lack: str) -> CheckResult:
+    """There is memory for the trunk, but not for all that may be under way at once."""
+    fewer = f"more memory, or fewer microbatches: limits.microbatches_in_flight less than {trunk.flights.flights}"
+    return CheckResult("memory", CheckVerdict.WARN, f"with {_flights(trunk)}, {lack}", fewer)
+
+
+def _flights(trunk: StageFootprint) -> str:
+    copies = f" and {trunk.flights.copies} copies of earlier parameters" if trunk.flights.copies else ""
+    return f"{trunk.flights.flights} microbatches under way{copies}"
 
 
 def _disk(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:

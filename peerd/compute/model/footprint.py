@@ -174,11 +174,11 @@ def _shapes(run: RunFile, stage: int) -> ModelPiece:
     return build(run, [stage])
 
 
-def lacking(taken: StageFootprint, device: str, own_limit_bytes: float = 0) -> str | None:
+def lacking(taken: StageFootprint, device: str, own_limit_bytes: float = 0, least: bool = True) -> str | None:
     """The memory that is too small for a stage, in words; None when there is enough. `own_limit_bytes`: what the user
-    lets this process take, with what it holds by now (Python, torch); 0: no limit.
+    lets this process take, with what it holds by now (Python, torch); 0: no limit. `least`: as of `StageFootprint.on`.
     """
-    there, here = taken.on(device, least=True)
+    there, here = taken.on(device, least=least)
     name = f"stage {taken.stage} ({taken.parameters:,} parameters)"
     if device.startswith("cuda"):
         free, _ = free_bytes(device)
