@@ -210,7 +210,7 @@ def test_a_backbone_needs_room_for_sets_of_all_stages(tmp_path: Path, capsys: py
     argv = ["--model", "run.yaml", "--role", "backbone", "--listen", LISTEN, "--data-dir"]
     code, found = checks(capsys, *argv, str(tmp_path / "data"))
     assert (code, found["room for kept checkpoints"]["verdict"]) == (0, "ok"), found
-    assert "sets of checkpoints of all 2 stages and one that is written take" in str(found)
+    assert "sets of checkpoints of all 2 stages, one that is written and one that is fetched take" in str(found)
     assert "room for checkpoints" not in found
     with full_disk(tmp_path / "disk"):
         code, found = checks(capsys, *argv, str(tmp_path / "disk"))

@@ -1,8 +1,9 @@
 """A state as it was at one moment, to be read once, from its first tensor to its last, while training goes on.
 
 Nothing is copied when a state is frozen. What was not read yet is copied at the moment before the parameters change
-(`Changes`), and freed as it is read. So a reader that is done before the next step takes memory for one piece, and a
-slow one as much as what is left to read. Reading is for any thread.
+(`Changes`): to a file where `make_room` gives one, else to memory, which is freed as it is read. So a reader that is
+done before the next step takes memory for one piece, and a slow one as much room as what is left to read. Without room
+for the copy the change goes on, and the reader gets NoMemory. Reading is for any thread.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 import torch
@@ -32,15 +33,39 @@ _SAFETENSORS_NAMES: Final = {
 _ALIGN_BYTES: Final = 8  # of the header, by spaces at its end
 
 
+class MappedRoom(Protocol):
+    """Memory that can be put out to a disk, such as `service.state.state_room.StateRoom`."""
+
+    row: memoryview
+
+    def used(self, count: int) -> None:
+        """Take note that so many bytes were read or written."""
+        ...
+
+
+MakeRoom = Callable[[int], MappedRoom | None]  # of so many bytes; None: they may lie in memory. Raises NoMemory
+
+
 class FrozenState:
     """One state, read piece by piece. `specs` are sorted by name, and tensors are read in that order."""
 
-    def __init__(self, state: Mapping[str, Tensor], changes: Changes | None = None) -> None:
-        """`changes` reports each change of the live tensors; None if they never change."""
+    def __init__(
+        self,
+        state: Mapping[str, Tensor],
+        changes: Changes | None = None,
+        make_room: MakeRoom | None = None,
+        room: MappedRoom | None = None,
+    ) -> None:
+        """`changes` reports each change of the live tensors; None if they never change. `make_room` makes room for a
+        copy, in the thread that changes them; None: it is made in memory. `room`: where tensors lie that never change.
+        """
         self.specs = [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in sorted(state.items())]
         self._tensors: list[Tensor | None] = [tensor.detach() for _, tensor in sorted(state.items())]
         self._live = changes is not None
-        self._lacks_memory = self._is_given_up = False
+        self._make_room = make_room
+        self._room = room  # where the tensors, or the copies of them, lie, if not in ordinary memory
+        self._lacks_room: str | None = None  # the reason that what was left was not copied
+        self._is_given_up = False
         self._at = 0  # the tensor that is read now: those before it are done
         self._lock = threading.Lock()
         if changes is not None:
@@ -62,8 +87,10 @@ class FrozenState:
         with self._lock:
             if self._is_given_up:
                 raise GivenUp("nobody waits for the rest of the state")
-            if self._lacks_memory:
-                raise NoMemory("there was no memory for what was left of the state when the next step was made")
+            if self._lacks_room is not None:
+                raise NoMemory(f"what was left of the state when the next step was made was lost: {self._lacks_room}")
+            if self._room is not None:
+                self._room.used(end - begin)
             for done in range(self._at, tensor):
                 self._tensors[done] = None
             self._at = tensor
@@ -84,14 +111,38 @@ class FrozenState:
             if not self._live or self._is_given_up:
                 return
             self._live = False
-            for index in range(self._at, len(self._tensors)):
-                found = self._tensors[index]
-                assert found is not None
-                try:
-                    self._tensors[index] = found.to("cpu", copy=True)
-                except (MemoryError, RuntimeError):  # torch has no type of its own for a CPU without memory
-                    self._lacks_memory, self._tensors = True, []
-                    return
+            try:
+                self._copy_what_is_left()
+            except NoMemory as error:
+                self._lacks_room, self._tensors = str(error), []
+            except (MemoryError, RuntimeError):  # torch has no type of its own for a CPU without memory
+                self._lacks_room, self._tensors = "there was no memory for a copy", []
+
+    def _copy_what_is_left(self) -> None:
+        left = range(self._at, len(self._tensors))
+        room = self._room = self._make_room(sum(self.specs[i].nbytes for i in left)) if self._make_room else None
+        begin = 0
+        for index in left:
+            found = self._tensors[index]
+            assert found is not None
+            if room is None:
+                self._tensors[index] = found.to("cpu", copy=True)
+            else:
+                end = begin + found.nbytes
+                self._tensors[index] = _copied(found, room.row[begin:end], room)
+                begin = end
+
+
+def _copied(tensor: Tensor, row: memoryview, room: MappedRoom) -> Tensor:
+    """The bytes of a tensor, copied to `row`, which is a part of `room`."""
+    if not row:
+        return torch.empty(0, dtype=torch.uint8)
+    source, copy = tensor.reshape(-1).view(torch.uint8), torch.frombuffer(row, dtype=torch.uint8)
+    for begin in range(0, len(row), PIECE_BYTES):
+        piece = slice(begin, begin + PIECE_BYTES)
+        copy[piece] = source[piece]
+        room.used(len(row[piece]))
+    return copy
 
 
 def write_state(path: Path, state: FrozenState) -> bytes:

@@ -11,8 +11,9 @@ import pytest
 from peerd.commands.doctor.finding import CheckResult, CheckVerdict
 from peerd.commands.doctor.run_checks import RunNeeds, precision_checks, run_checks
 from peerd.compute.file_index import INDEX_NAME, make_index
-from peerd.compute.model.footprint import measured_footprint
+from peerd.compute.model.footprint import footprint, measured_footprint, refuse_if_too_large
 from peerd.core.decoders import convert
+from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import LoopSection, RunFile, precision_text
 from tests.worlds.processes.webserver import serving
 
@@ -78,6 +79,48 @@ def test_memory_follows_the_precision_that_this_peer_computes_in(tmp_path: Path)
     assert "precision" not in full
     assert half["precision"].found == "a stage is computed in bf16 (limits.precision; the run's is full)"
     assert sizes_in(half["memory"].found)[1] < sizes_in(full["memory"].found)[1]
+
+
+def test_a_stage_whose_gradient_rounds_cannot_carry_fails_doctor_with_the_words_of_join(tmp_path: Path) -> None:
+    wide = run(d_model=8192, heads=64, layers=4)
+    with pytest.raises(ConfigError) as refused:
+        refuse_if_too_large(wide, 0, "cpu")
+    checks = found(wide, tmp_path, "stage")
+    assert checks["model"].verdict == "fail"
+    assert f"{checks['model'].found}; {checks['model'].advice}" == str(refused.value)
+    assert "memory" not in checks
+
+
+def test_microbatches_under_way_and_the_trunks_copies_for_them_are_a_part_of_the_memory(tmp_path: Path) -> None:
+    many: dict[str, Any] = {"experts": {"grid": [2, 2]}, "optimizer": {"trunk": "asynchronous"}}
+    told = found(run(many), tmp_path, "trainer")["memory"]
+    assert told.verdict == "ok"
+    assert " and 64 microbatches under way and 33 copies of earlier parameters (" in told.found
+    more = found(run(many | {"limits": {"microbatches_in_flight": 4096, "memory_gb": 3}}), tmp_path, "trainer")[
+        "memory"
+    ]
+    assert more.verdict == "warn"
+    assert more.found.startswith("with 4096 microbatches under way and 33 copies of earlier parameters, stage 0 (")
+    assert "limits.memory_gb allows 3.0 GB" in more.found
+    assert more.advice.endswith("limits.microbatches_in_flight less than 4096")
+    few = found(run(many | {"limits": {"microbatches_in_flight": 4, "memory_gb": 3}}), tmp_path, "trainer")["memory"]
+    assert few.verdict == "ok"
+
+
+def test_a_limit_of_memory_takes_disk_for_one_more_copy_of_the_state(tmp_path: Path) -> None:
+    each = footprint(run(), 0).checkpoint_bytes / 1e6
+    plain = found(run(), tmp_path, "stage")["room for checkpoints"]
+    limited = found(run({"limits": {"memory_gb": 100}}), tmp_path, "stage")["room for checkpoints"]
+    assert plain.found.startswith("3 checkpoints and one that is written take ")
+    assert limited.found.startswith("3 checkpoints, one that is written and a copy for it take ")
+    assert [sizes_in(one.found)[0] for one in (plain, limited)] == pytest.approx([4 * each, 5 * each], abs=0.1)
+
+
+def test_a_backbone_has_disk_for_a_set_that_is_fetched_beside_the_one_that_is_written(tmp_path: Path) -> None:
+    two = run({"pipeline": {"stages": 2, "microbatch": 64}})
+    each = [footprint(two, stage).checkpoint_bytes / 1e6 for stage in range(2)]
+    room = found(two, tmp_path, "backbone")["room for kept checkpoints"]
+    assert sizes_in(room.found)[0] == pytest.approx((3 + 2) * sum(each) + max(each), abs=0.1)
 
 
 def precisions(run: RunFile, *roles: str) -> list[tuple[str, str]]:

@@ -105,6 +105,57 @@ def test_a_change_goes_on_without_memory_for_the_copy_and_the_reader_is_told(mon
         next(frozen.pieces())
 
 
+class CountingRoom:
+    """Room of so many bytes, which counts those that were read or written."""
+
+    def __init__(self, size: int) -> None:
+        self.row, self.used_bytes = memoryview(bytearray(size)), 0
+
+    def used(self, count: int) -> None:
+        self.used_bytes += count
+
+
+@pytest.mark.parametrize("pieces_before", range(4))
+def test_what_is_left_goes_into_the_room_that_is_made_for_it(
+    monkeypatch: pytest.MonkeyPatch, pieces_before: int
+) -> None:
+    state, changes, rooms = live(), Changes(), list[CountingRoom]()
+    expected = values(state)
+
+    def make_room(size: int) -> CountingRoom:
+        rooms.append(CountingRoom(size))
+        return rooms[-1]
+
+    frozen = FrozenState(state, changes, make_room)
+    found, left = dict.fromkeys(expected, b""), 0
+    for count, (tensor, _, piece) in enumerate(frozen.pieces()):
+        found[frozen.specs[tensor].name] += bytes(piece)
+        left += len(piece) if rooms else 0
+        if count == pieces_before:
+            with monkeypatch.context() as patched:
+                patched.setattr(Tensor, "to", None)  # no copy in memory
+                with changes.one():
+                    for value in state.values():
+                        value.zero_()
+    assert found == expected
+    (room,) = rooms
+    assert len(room.row) <= sum(map(len, expected.values()))
+    assert room.used_bytes == len(room.row) + left  # all that was copied, and all that was read of it
+
+
+def test_a_change_goes_on_without_room_for_the_copy_and_the_reader_is_told_why() -> None:
+    changes = Changes()
+
+    def full(size: int) -> CountingRoom:
+        raise NoMemory("the disk is full")
+
+    frozen = FrozenState(live(), changes, full)
+    with changes.one():
+        pass
+    with pytest.raises(NoMemory, match="was lost: the disk is full"):
+        next(frozen.pieces())
+
+
 def test_a_reader_in_another_thread_never_sees_half_a_change() -> None:
     flat, changes = torch.zeros(4 * PIECE_BYTES // 4), Changes()
     for step in range(1, 20):

@@ -12,15 +12,17 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.compute.model.served_stage import ServedStage
+from peerd.compute.model.served_stage import ServedStage, items_of
 from peerd.core.errors import ConfigError
+from peerd.core.messages.state import StateLayout
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import CheckpointSection, ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.machine.budget.book import Book
 from peerd.net.clock import RealClock
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
-from peerd.service.state.snapshot import StateItem
+from peerd.service.state.snapshot import Fetched, StateItem
+from peerd.service.state.state_room import StateRoom
 from peerd.training.catchup.validate import checked
 from peerd.training.checkpoints.keeper import Keeping
 from tests.worlds.machines.workers import InlineWorker
@@ -124,6 +126,53 @@ async def test_two_branches_at_one_step_are_no_set(tmp_path: Path) -> None:
     await again.open()
     assert again.kept == []
     assert not names_in(tmp_path, "*.safetensors")
+
+
+class CountingRoom(StateRoom):
+    """Room in a file, which counts the bytes that were read or written."""
+
+    count = 0
+
+    def used(self, count: int) -> None:
+        self.count += count
+        super().used(count)
+
+
+def fetched(folder: Path, stage: int, step: int) -> tuple[Fetched, CountingRoom]:
+    """A state as it was fetched, and the room that it lies in."""
+    items = [StateItem(*item) for item in items_of(states(step)[stage])]
+    layout = StateLayout(items)
+    room = CountingRoom(layout.total_bytes, folder, needs_file=True)
+    views = layout.views(room.row)
+    for item, view in zip(items, views, strict=True):
+        view[:] = item.payload
+    placed = [item._replace(payload=view) for item, view in zip(items, views, strict=True)]
+    return Fetched(at(step), placed, room), room
+
+
+@pytest.mark.no_watchdog("states are made, and files written, without a thread")
+async def test_a_set_lies_in_files_while_it_is_fetched_checked_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, rooms = keeping(tmp_path), list[tuple[CountingRoom, int]]()
+    await kept.open()
+    for stage, fetcher in enumerate(kept._fetchers):
+        assert (fetcher.folder, fetcher.needs_file) == (tmp_path, True)
+        found, room = fetched(tmp_path, stage, 4)
+        rooms.append((room, sum(item.payload.nbytes for item in found.items)))
+
+        async def fetch(*_: object, found: Fetched = found) -> Fetched:
+            await trio.lowlevel.checkpoint()
+            return found
+
+        monkeypatch.setattr(fetcher, "fetch_with_room", fetch)
+    monkeypatch.setattr("peerd.compute.model.stage_module.build", None)  # nor is a stage built for its outline
+    peer: Any = object()
+    assert await kept._attempt(4, [[peer], [peer]]) == at(4)
+    assert kept.kept == [at(4)]
+    for stage, (room, size) in enumerate(rooms):
+        assert room.count == 2 * size  # read twice: checked, and written
+        assert int((await kept._savings[stage].load(at(4)))["step"]) == 4
 
 
 def test_what_is_no_state_of_its_step_is_refused() -> None:

@@ -14,14 +14,16 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
+from peerd.compute.frozen_state import MakeRoom
 from peerd.compute.model.served_stage import Stale
 from peerd.core.errors import NoMemory
 from peerd.core.keys import Keypair
 from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import MemberInfo, Position
-from peerd.core.run.runfile import RunFile
+from peerd.core.run.runfile import LimitsSection, RunFile
 from peerd.log import EventLog
 from peerd.service.state.snapshot import StateItem
+from peerd.service.state.state_room import StateRoom
 from peerd.sim.clock import SimClock
 from peerd.training.catchup.catch_up import CatchingUp
 from peerd.training.catchup.step_totals import Leap
@@ -169,3 +171,16 @@ async def test_a_member_whose_parameters_are_of_another_step_than_thought_takes_
     scene.joiner.faults = lambda name: Stale("the call is at 3") if name == "step" else None
     await scene.catch_up()
     assert scene.joiner.changes == ["state"]
+
+
+async def test_what_a_newcomer_has_not_read_is_copied_to_the_donors_folder_under_a_limit_of_memory(
+    tmp_path: Path,
+) -> None:
+    scene, made = Scene(tmp_path, [ONE]), list[MakeRoom]()
+    run = RunFile(run="x", limits=LimitsSection(memory_gb=100))
+    cast(Any, scene.catching_up._services).run = run
+    scene.joiner.model.freeze = made.append
+    await scene.catching_up.freeze()
+    room = made[0](4096)
+    assert isinstance(room, StateRoom)
+    assert room._is_file

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeVar, cast
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 import trio
 import trio.testing
 
+from peerd.compute.tensors import state_digest
 from peerd.core.errors import ConfigError
 from peerd.core.messages.swarm import Position
-from peerd.core.run.runfile import BatchSection, ModelSection, PipelineSection, RunFile
+from peerd.core.run.runfile import BatchSection, LimitsSection, ModelSection, PipelineSection, RunFile
 from peerd.log import EventLog
 from peerd.role import RoleContext
+from peerd.service.state.state_room import StateRoom
 from peerd.sim.clock import SimClock
+from peerd.training.catchup import copy_room
 from peerd.training.checkpoints.stage_checkpoints import Saving
 from peerd.training.stage.averaging import Total
 from peerd.training.stage.post_state import PostState
@@ -52,11 +57,11 @@ class HeldWorker(InlineWorker):
 class Scene:
     """One post's state, its checkpoints, and the device that it is on."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, run: RunFile = RUN) -> None:
         torch.set_num_threads(1)
         self.device = HeldWorker()
         ctx = SimpleNamespace(
-            run=RUN,
+            run=run,
             device="cpu",
             worker=lambda name: self.device,
             data_dir=folder,
@@ -112,3 +117,58 @@ async def test_a_checkpoint_that_holds_another_step_than_it_says_is_refused(scen
     with pytest.raises(ConfigError, match=r"step 7 in .* holds the state of step 1; delete step-00000007\.json"):
         await scene.state.load_saved(wrong)
     assert (scene.state.position.step, scene.state.served.module.step) == (1, 1)
+
+
+@pytest.mark.parametrize("memory_gb", [0, 100])
+async def test_a_checkpoint_that_the_next_step_overtakes_takes_no_memory_that_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_gb: float
+) -> None:
+    rooms = list[tuple[int, Path]]()
+
+    def made(size: int, folder: Path, needs_file: bool = False) -> StateRoom:
+        assert needs_file
+        rooms.append((size, folder))
+        return StateRoom(size, folder, needs_file)
+
+    monkeypatch.setattr(copy_room, "StateRoom", made)
+    scene = Scene(tmp_path, msgspec.structs.replace(RUN, limits=LimitsSection(memory_gb=memory_gb)))
+    await scene.open()
+    await scene.step(1)
+    expected, size = scene.state.served.module.digest(), sum(t.nbytes for t in scene.state.model.state().values())
+    await scene.state.save()
+    await scene.step(2)
+    assert rooms == ([(size, tmp_path)] if memory_gb else [])
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(scene.saving.run)
+        await scene.saving.written()
+        nursery.cancel_scope.cancel()
+    (position,) = scene.saving.positions
+    assert position.step == 1
+    assert state_digest(await scene.saving.load(position)) == expected
+
+
+async def test_a_checkpoint_without_room_for_its_copy_is_missed_with_a_reason_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(size: int, folder: Path, needs_file: bool = False) -> StateRoom:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(copy_room, "StateRoom", full)
+    monkeypatch.setattr(copy_room, "spare_bytes", lambda run, size: 0)
+    scene = Scene(tmp_path, msgspec.structs.replace(RUN, limits=LimitsSection(memory_gb=100)))
+    await scene.open()
+    await scene.step(1)
+    await scene.state.save()
+    await scene.step(2)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(scene.saving.run)
+        await scene.saving.written()
+        assert scene.saving.problem is not None
+        assert scene.saving.problem.startswith("no checkpoint of step 1: ")
+        assert scene.saving.problem.endswith(f"{tmp_path}: No space left on device")
+        await scene.step(3)
+        await scene.state.save()
+        await scene.saving.written()
+        nursery.cancel_scope.cancel()
+    assert [position.step for position in scene.saving.positions] == [3]
+    assert scene.saving.problem is None

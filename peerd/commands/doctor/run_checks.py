@@ -152,12 +152,14 @@ def _text(run: RunFile) -> Iterator[CheckResult]:
 
 
 def _model(needs: RunNeeds) -> Iterator[CheckResult]:
-    """The model can be built, and there is room for a stage of it."""
-    from peerd.compute.model.footprint import footprint
+    """The model can be built, rounds can carry the gradient of a stage, and there is room for a stage."""
+    from peerd.compute.model.footprint import footprint, refuse_if_not_averaged
 
     run = needs.run
     stages = run.limits.stages or list(range(run.pipeline.stages))
     try:
+        for stage in stages:
+            refuse_if_not_averaged(run, stage)
         taken = [footprint(run, stage) for stage in stages]
     except ConfigError as error:
         yield failed("model", error, "ask the organizer for the file, or mend it")
@@ -185,12 +187,14 @@ def _measured(needs: RunNeeds, taken: list[StageFootprint]) -> list[StageFootpri
     return [one if one.stage in lacks else measured_footprint(needs.run, one.stage) for one in taken]
 
 
-def _lacks(needs: RunNeeds, taken: list[StageFootprint]) -> dict[int, str]:
-    """The stages that there is no memory for, and why; none on a device that is not there."""
+def _lacks(needs: RunNeeds, taken: list[StageFootprint], least: bool = True) -> dict[int, str]:
+    """The stages that there is no memory for, and why. `least`: as of `StageFootprint.on`. RuntimeError for a device
+    that is not there.
+    """
     from peerd.compute.model.footprint import lacking
 
     allowed = needs.run.limits.memory_gb * 1e9
-    lacks = ((one.stage, lacking(one, needs.device, allowed)) for one in taken)
+    lacks = ((one.stage, lacking(one, needs.device, allowed, least)) for one in taken)
     return {stage: lack for stage, lack in lacks if lack is not None}
 
 
@@ -201,12 +205,9 @@ def _memory(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
     except RuntimeError as error:  # of a device that is not there
         return CheckResult("memory", CheckVerdict.UNKNOWN, str(error).splitlines()[0])
     if not lacks:
-        most = max(taken, key=lambda one: sum(one.on(needs.device)))
-        there = max(one.on(needs.device)[0] for one in taken)
-        of_device = f", of these {_size(there)} on {needs.device}" if there else ""
-        found = f"enough for each stage, {_size(sum(most.on(needs.device)))} at most{of_device}"
-        activations = f"activations of a microbatch ({_size(most.activation_bytes(needs.device))})"
-        return CheckResult("memory", CheckVerdict.OK, f"{found}, with {activations}; Python and torch come on top")
+        trunks = [one for one in taken if one.flights.flights]
+        lack = next(iter(_lacks(needs, trunks, least=False).values()), None)
+        return _enough(needs, taken) if lack is None else _not_for_all_flights(trunks[0], lack)
     found = next(iter(lacks.values()))
     if len(lacks) < len(taken):
         fits = [one.stage for one in taken if one.stage not in lacks]
@@ -217,8 +218,32 @@ def _memory(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
     )
 
 
+def _enough(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
+    most = max(taken, key=lambda one: sum(one.on(needs.device)))
+    there = max(one.on(needs.device)[0] for one in taken)
+    of_device = f", of these {_size(there)} on {needs.device}" if there else ""
+    found = f"enough for each stage, {_size(sum(most.on(needs.device)))} at most{of_device}"
+    parts = f"activations of a microbatch ({_size(most.activation_bytes(needs.device))})"
+    if most.flights.flights:
+        parts += f" and {_flights(most)} ({_size(sum(most.flights.most))})"
+    return CheckResult("memory", CheckVerdict.OK, f"{found}, with {parts}; Python and torch come on top")
+
+
+def _not_for_all_flights(trunk: StageFootprint, lack: str) -> CheckResult:
+    """There is memory for the trunk, but not for all that may be under way at once."""
+    fewer = f"more memory, or fewer microbatches: limits.microbatches_in_flight less than {trunk.flights.flights}"
+    return CheckResult("memory", CheckVerdict.WARN, f"with {_flights(trunk)}, {lack}", fewer)
+
+
+def _flights(trunk: StageFootprint) -> str:
+    copies = f" and {trunk.flights.copies} copies of earlier parameters" if trunk.flights.copies else ""
+    return f"{trunk.flights.flights} microbatches under way{copies}"
+
+
 def _disk(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
-    """Room for the checkpoints that a stage keeps, and one more that is written."""
+    """Room for the checkpoints that a stage keeps, one more that is written, and a copy that `limits.memory_gb` keeps
+    out of memory.
+    """
     keep, each = needs.run.checkpoint.keep, max(one.checkpoint_bytes for one in taken)
     need = (keep + 1) * each
     check, most = "room for checkpoints", disk_bytes(needs.run)
@@ -226,11 +251,15 @@ def _disk(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
         found = f"one and the one before take {_size(2 * each)}, and limits.disk_gb (--disk-gb) allows {_size(most)}"
         return CheckResult(check, CheckVerdict.WARN, found, "allow more")
     need = need if most is None else min(need, most)
+    if needs.run.limits.memory_gb:
+        return _room(needs, check, f"{keep} checkpoints, one that is written and a copy for it take", need + each)
     return _room(needs, check, f"{keep} checkpoints and one that is written take", need)
 
 
 def _room_to_keep(needs: RunNeeds) -> CheckResult:
-    """Room for the sets that a backbone keeps, each with a checkpoint of every stage."""
+    """Room for the sets that a backbone keeps, each with a checkpoint of every stage, one that is written, and the
+    states that it is written from.
+    """
     from peerd.compute.model.footprint import footprint
 
     check, keep = "room for kept checkpoints", needs.run.checkpoint.keep
@@ -238,8 +267,8 @@ def _room_to_keep(needs: RunNeeds) -> CheckResult:
         each = [footprint(needs.run, stage).checkpoint_bytes for stage in range(needs.run.pipeline.stages)]
     except ConfigError as error:
         return failed(check, error, "ask the organizer for the file, or mend it")
-    sets = f"{keep} sets of checkpoints of all {len(each)} stages and one that is written take"
-    return _room(needs, check, sets, (keep + 1) * sum(each) + max(each))
+    sets = f"{keep} sets of checkpoints of all {len(each)} stages, one that is written and one that is fetched take"
+    return _room(needs, check, sets, (keep + 2) * sum(each) + max(each))
 
 
 def _room(needs: RunNeeds, check: str, what: str, need: int) -> CheckResult:

@@ -90,6 +90,12 @@ def _notes(run: RunFile, sizes: Sequence[StageSize], speed: float) -> list[Text]
             "machine holds the rest."
         )
     if run.experts is not None:
+        flights = first.footprint.flights
+        copies = f" and {flights.copies:,} copies of earlier parameters" if flights.copies else ""
+        notes.append(
+            f"Of the memory {size(sum(flights.most))} are for {batches(flights.flights)} under way{copies}, the most "
+            "at once (limits.microbatches_in_flight)."
+        )
         notes.append("Experts are not counted: they are other peers' (a host says how many its memory holds).")
     return [Text(note, "dim") for note in notes]
 

@@ -185,6 +185,12 @@ def low_rank_of(averaging: AveragingSection, layout: Layout, dtype: torch.dtype,
     return LowRank(layout, averaging.rank, dtype, seed) if averaging.code == "powersgd" else None
 
 
+def rights_outline(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each Q that a `LowRank` of this layout keeps."""
+    matrices, _, _ = sort_out(layout, rank)
+    return {_TAG + matrix.name: (matrix.columns, matrix.rank) for matrix in matrices}
+
+
 def sort_out(layout: Layout, rank: int) -> tuple[list[Matrix], list[Whole], tuple[int, int]]:
     """Division of tensors into those that travel as factors and those that travel whole, and the elements of the first
     and the second vector.

@@ -23,8 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peerd.compute.experts.era import Era, Snapshot, TooOld, new_load
+from peerd.compute.experts.era import EarlierParameters, Era, Snapshot, TooOld, new_load
 from peerd.compute.experts.expert_mixture import imbalance, mixed
+from peerd.compute.gpu import free_bytes, is_gpu
+from peerd.compute.model.footprint import spare_bytes
 from peerd.compute.model.layers import ExpertBlock
 from peerd.compute.model.served_stage import Stale
 from peerd.compute.model.stage_module import ResultNotFinite, StageModule
@@ -66,6 +68,7 @@ class TrunkModule(StageModule):
         self.asynchronous = run.optimizer.asynchronous
         self.most_stale = run.optimizer.most_stale if self.asynchronous else self.ahead  # steps
         self._snapshot: weakref.ref[Snapshot] | None = None  # of the parameters of now
+        self._earlier = EarlierParameters()
         self.sample_shape, _ = sample_shapes(run)
         self._segments = _segments(run, [name for name, _ in self._piece.steps])
         self._places = [
@@ -85,19 +88,38 @@ class TrunkModule(StageModule):
         return Era(self.step, self.loads, snapshot)
 
     def apply(self, gradient: Tensor, samples: int = 1) -> None:
-        """As a stage's; microbatches under way keep the parameters that they began with."""
+        """As a stage's; microbatches under way keep the parameters that they began with, while they may count and there
+        is memory for these.
+        """
         snapshot = self._snapshot() if self._snapshot is not None else None
-        before = self._flat.clone() if snapshot is not None else None
+        before = self._copied() if snapshot is not None else None
         super().apply(gradient, samples)
         self._snapshot = None
         if snapshot is not None:
-            snapshot.flat = before
+            snapshot.flat, snapshot.is_gone = before, before is None
+            self._earlier.add(self.step - 1, snapshot)
+        self._earlier.let_go_before(self.step - self.most_stale)
+
+    def _copied(self) -> Tensor | None:
+        """A copy of the parameters, for which the oldest ones are let go where memory is short; None: there is none."""
+        while not self._has_room():
+            if not self._earlier.let_go_oldest():
+                return None
+        return self._flat.clone()
+
+    def _has_room(self) -> bool:
+        """True if there is memory for a copy, beside what a step takes."""
+        nbytes = self._flat.nbytes
+        if is_gpu(self._flat.device):
+            return free_bytes(self._flat.device)[0] >= 2 * nbytes
+        return spare_bytes(self.run, nbytes) >= nbytes
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """As a stage's; microbatches under way are of another era from now on."""
         super().load_state(state)
         self.loads = new_load()
         self._snapshot = None
+        self._earlier.clear()
 
     def checked(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """A microbatch, int64 [B, L] both, on the device; ValueError says what is wrong with it."""
@@ -180,7 +202,9 @@ class TrunkModule(StageModule):
         if era.loads != self.loads or age < 0:
             raise Stale(told)
         if age > self.most_stale:
-            raise TooOld(told) if self.asynchronous else Stale(told)
+            raise TooOld(f"{told}; allowed: {self.most_stale} behind") if self.asynchronous else Stale(told)
+        if era.snapshot is not None and era.snapshot.is_gone:
+            raise TooOld(f"{told}, and there was no memory to keep its parameters")
         return self.as_of(era.at) if era.snapshot is None else self._with(era.snapshot)
 
     @contextmanager

@@ -1,7 +1,7 @@
 """Room that a stage takes here: what `core/model/stage_memory` says for the number of its parameters, which is that of
 the model itself, built without values, so it takes no memory to know. Only the activations of a user's own layers are
 measured, for which a stage of them is built (`measured_footprint`). A post refuses to begin what surely does not fit,
-and `peerd doctor` says so before.
+or what rounds of averaging cannot carry, and `peerd doctor` says so before.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ import psutil
 import torch
 from torch import Tensor
 
+from peerd.compute.codec.powersgd import rights_outline
+from peerd.compute.flat import Layout
 from peerd.compute.gpu import free_bytes
 from peerd.compute.model.offload import offloads
 from peerd.compute.model.partition import DTYPES, ModelPiece, build, outline
 from peerd.compute.model.precision import Precision
+from peerd.compute.model.shared_buffers import buffers_of
+from peerd.compute.tensors import dtype_name
 from peerd.compute.tokenizer import load_vocabulary
 from peerd.compute.user_code import torchs_random_numbers
 from peerd.core.errors import ConfigError
+from peerd.core.messages.state import TensorSpec
+from peerd.core.model.averaged_vector import check_vector, vector_sizes
 from peerd.core.model.stage_memory import (
     ITEM_BYTES,
     LOSS_VALUES,
@@ -30,6 +36,7 @@ from peerd.core.model.stage_memory import (
     activations_of,
     footprint_of,
     layer_counts,
+    moment_names,
 )
 from peerd.core.run.runfile import RunFile
 from peerd.local_code import guarded
@@ -58,6 +65,23 @@ def measured_footprint(run: RunFile, stage: int) -> StageFootprint:
         return footprint(run, stage)
     piece = build(run, [stage])
     return footprint_of(run, stage, _counts(piece), _measured_activations(run, stage, piece))
+
+
+def state_outline(run: RunFile, stage: int) -> list[TensorSpec]:
+    """Name, dtype and shape of each tensor in the state of `stage`, as `ServedStage.outline` returns them, without the
+    memory that a stage takes. ConfigError when the model cannot be built.
+    """
+    piece, dtype = _shapes(run, stage), run.model.dtype
+    shapes = {name: tuple(parameter.shape) for name, parameter in piece.named_parameters()}
+    specs = [TensorSpec(f"param/{name}", dtype, shape) for name, shape in shapes.items()]
+    for moment in moment_names(run.optimizer):
+        specs += [TensorSpec(f"opt/{name}/{moment}", dtype, shape) for name, shape in shapes.items()]
+    if run.averaging.code == "powersgd":
+        layout = Layout(tuple(shapes), tuple(map(torch.Size, shapes.values())))
+        specs += [TensorSpec(name, dtype, shape) for name, shape in rights_outline(layout, run.averaging.rank).items()]
+    buffers = buffers_of(piece)()
+    specs += [TensorSpec(f"buffer/{name}", dtype_name(t.dtype), tuple(t.shape)) for name, t in buffers.items()]
+    return sorted([*specs, TensorSpec("step", "int64", ())], key=lambda spec: spec.name)
 
 
 def _counts(piece: ModelPiece) -> list[int]:
@@ -150,11 +174,11 @@ def _shapes(run: RunFile, stage: int) -> ModelPiece:
     return build(run, [stage])
 
 
-def lacking(taken: StageFootprint, device: str, own_limit_bytes: float = 0) -> str | None:
+def lacking(taken: StageFootprint, device: str, own_limit_bytes: float = 0, least: bool = True) -> str | None:
     """The memory that is too small for a stage, in words; None when there is enough. `own_limit_bytes`: what the user
-    lets this process take, with what it holds by now (Python, torch); 0: no limit.
+    lets this process take, with what it holds by now (Python, torch); 0: no limit. `least`: as of `StageFootprint.on`.
     """
-    there, here = taken.on(device, least=True)
+    there, here = taken.on(device, least=least)
     name = f"stage {taken.stage} ({taken.parameters:,} parameters)"
     if device.startswith("cuda"):
         free, _ = free_bytes(device)
@@ -170,8 +194,20 @@ def lacking(taken: StageFootprint, device: str, own_limit_bytes: float = 0) -> s
     return None
 
 
+def refuse_if_not_averaged(run: RunFile, stage: int) -> None:
+    """Raise ConfigError if rounds of averaging cannot carry the gradient of `stage`, or if it cannot be built."""
+    piece = _shapes(run, stage)
+    shapes = [tuple(parameter.shape) for parameter in piece.parameters()]
+    if buffers := buffers_of(piece)():
+        shapes += [(1,), *((buffer.numel(),) for buffer in buffers.values())]  # as `SharedBuffers.shapes`
+    check_vector(run.averaging, max(vector_sizes(run.averaging, shapes)), ITEM_BYTES[run.model.dtype])
+
+
 def refuse_if_too_large(run: RunFile, stage: int, device: str) -> None:
-    """Raise ConfigError when this machine lacks the memory for `stage`, before anything is allocated."""
+    """Raise ConfigError if rounds of averaging cannot carry the gradient of `stage`, or if this machine lacks the
+    memory for it, before anything is allocated.
+    """
+    refuse_if_not_averaged(run, stage)
     lack = lacking(footprint(run, stage), device, run.limits.memory_gb * 1e9)
     if lack is not None:
         raise ConfigError(f"{lack}; give this peer a smaller stage (limits.stage) or a machine with more memory")

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from peerd.compute.codec.frames import decode
 from peerd.compute.codec.powersgd import LowRank
-from peerd.compute.frozen_state import FrozenState
+from peerd.compute.frozen_state import FrozenState, MakeRoom
 from peerd.compute.model.kept_graph import Graph
 from peerd.compute.model.stage_module import ResultNotFinite, StageModule
 from peerd.compute.tensors import TORCH_DTYPES, dtype_name, largest_in, raw_bytes, values_of
@@ -159,8 +159,8 @@ class Model(Protocol):
         """Copies on the CPU of all that is needed to go on from a step's end, bit for bit."""
         ...
 
-    def freeze(self) -> FrozenState:
-        """The same state, to be read piece by piece while the model goes on."""
+    def freeze(self, make_room: MakeRoom | None = None) -> FrozenState:
+        """The same state, to be read piece by piece while the model goes on. `make_room`: for what has to be copied."""
         ...
 
     def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
@@ -403,9 +403,9 @@ class ServedStage:
         """A copy of all that is needed to go on bit for bit from here, on the CPU."""
         return self.module.state()
 
-    def freeze(self) -> FrozenState:
+    def freeze(self, make_room: MakeRoom | None = None) -> FrozenState:
         """All that is needed to go on from here, to be read piece by piece while the stage goes on."""
-        return self.module.freeze()
+        return self.module.freeze(make_room)
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Take over a whole state; ValueError (and no change) when it does not fit."""

@@ -34,7 +34,7 @@ from peerd.compute.allocator import give_back
 from peerd.compute.changes import Changes
 from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import Layout
-from peerd.compute.frozen_state import FrozenState
+from peerd.compute.frozen_state import FrozenState, MakeRoom
 from peerd.compute.gpu import settle
 from peerd.compute.model.grad_sums import Sums
 from peerd.compute.model.kept_graph import Graph, SavedBytes, has_room
@@ -326,9 +326,9 @@ class StageModule:
         """Copies on the CPU of all that is needed to go on bit for bit from a step's end (not the accumulator)."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.state_views().items()}
 
-    def freeze(self) -> FrozenState:
+    def freeze(self, make_room: MakeRoom | None = None) -> FrozenState:
         """What `state` copies, as it is now, copied only where the stage goes on before it is read."""
-        return FrozenState(self.state_views(), self.changes)
+        return FrozenState(self.state_views(), self.changes, make_room)
 
     def state_views(self) -> dict[str, Tensor]:
         """Views of what `state` copies: name to the live tensor itself; `step` is a copy."""

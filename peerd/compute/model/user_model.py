@@ -25,7 +25,7 @@ from torch import Tensor
 
 from peerd.compute.codec.powersgd import low_rank_of
 from peerd.compute.flat import Layout
-from peerd.compute.frozen_state import FrozenState
+from peerd.compute.frozen_state import FrozenState, MakeRoom
 from peerd.compute.model.grad_sums import Sums, to_make_again
 from peerd.compute.model.served_stage import Stale, Vector, items_of
 from peerd.compute.model.shared_buffers import GradientNotFinite, Live, SharedBuffers
@@ -350,8 +350,8 @@ class UserModel:
         state |= self.buffers.state()
         return state | {"step": torch.tensor(self.step, dtype=torch.int64)}
 
-    def freeze(self) -> FrozenState:
-        """A copy of the state: a user's own code may change the tensors at any time."""
+    def freeze(self, make_room: MakeRoom | None = None) -> FrozenState:
+        """A copy of the state in memory: a user's own code may change the tensors at any time."""
         return FrozenState(self.state())
 
     def describe(self) -> list[tuple[str, str, tuple[int, ...], memoryview]]:

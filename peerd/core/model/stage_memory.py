@@ -6,8 +6,9 @@ the other, the gradients of a microbatch and the sum that averaging makes (in gr
 earlier round as well; a grid that the conductor chooses for many members takes it, too). With them go the residuals of
 a code that loses something, the parts of a round in messages, and the activations of one microbatch: of a gpt as it is
 computed here, in `RunFile.precision`; those of a user's own layers are measured (`compute/model/footprint`). A
-checkpoint, or a state for a newcomer, is read piece by piece and takes no memory, unless the next step comes before it
-is written.
+checkpoint, or a state for a newcomer, is read piece by piece and takes no memory. What is left of it when the next step
+comes is copied: to a file with `limits.memory_gb`, else to memory, which is not counted here. A run with experts has
+many microbatches under way besides (`trunk_memory`).
 
 With `limits.offload` all of that is in the machine's memory. A device with memory of its own holds copies of two layers
 that follow each other, the gradient of one of them, and activations of layers that are computed again.
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from peerd.core.model.model_shapes import feed_forward_width, first_with_experts, stage_shapes, stage_spans
+from peerd.core.model.trunk_memory import NO_FLIGHTS, FlightMemory, flight_memory
 from peerd.core.run.runfile import OptimizerSection, RunFile
 
 ITEM_BYTES: Final = {"float32": 4, "float64": 8}
@@ -55,12 +57,17 @@ class StageFootprint:
     recomputes: bool = False  # by the run file
     copies_bytes: int = 0  # on a device with memory of its own, with `limits.offload`
     offload: bool = False  # by the run file; it changes nothing on the CPU
+    flights: FlightMemory = NO_FLIGHTS
 
-    def held(self, device: str) -> tuple[int, int]:
-        """Bytes of the device's own memory and of the machine's, without activations."""
+    def held(self, device: str, *, least: bool = False) -> tuple[int, int]:
+        """Bytes of the device's own memory and of the machine's, without activations. `least`: with one microbatch
+        under way.
+        """
+        flights = self.flights.least if least else self.flights.most
+        there, here = self.device_bytes + flights.device, self.machine_bytes + flights.machine
         if device != "cpu" and not self.offload:
-            return self.device_bytes, self.machine_bytes
-        return (0 if device == "cpu" else self.copies_bytes), self.machine_bytes + self.device_bytes
+            return there, here
+        return (0 if device == "cpu" else self.copies_bytes), here + there
 
     def activation_bytes(self, device: str) -> int:
         """Of one microbatch, as the run file has it computed."""
@@ -69,9 +76,9 @@ class StageFootprint:
 
     def on(self, device: str, *, least: bool = False) -> tuple[int, int]:
         """Bytes of the device's own memory and of the machine's, with the activations of one microbatch. `least`: where
-        layers may be computed again.
+        layers may be computed again, and only one microbatch is under way.
         """
-        there, here = self.held(device)
+        there, here = self.held(device, least=least)
         activations = self.activations.recomputed if least else self.activation_bytes(device)
         return (there, here + activations) if device == "cpu" else (there + activations, here)
 
@@ -133,6 +140,7 @@ def footprint_of(
         bool(run.limits.recompute),
         _copied(layers) * item_bytes,
         run.limits.offload,
+        flight_memory(run, each, item_bytes) if run.experts is not None else NO_FLIGHTS,
     )
 
 

@@ -19,7 +19,7 @@ import msgspec
 import trio
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow, Unreachable
+from peerd.core.errors import NoMemory, Overloaded, ProtocolViolation, Refused, RemoteError, TooSlow, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, STATE_PIECE_BYTES
@@ -56,19 +56,18 @@ _TELL_S = 10.0  # how often to say how far it is
 class BegunDownload:
     """A state that is being fetched: memory for all of it, and which pieces are there."""
 
-    def __init__(self, claim: Claim, layout: StateLayout, folder: Path | None = None) -> None:
+    def __init__(self, claim: Claim, layout: StateLayout, folder: Path | None = None, needs_file: bool = False) -> None:
+        """Arguments as of `FetchPlan`. Raises OSError or OverflowError if there is no room."""
         self.claim = claim
         self.layout = layout
         self.digests: memoryview | None = None  # of all pieces, once they are known to be right
         self.have: set[int] = set()
-        self._room = StateRoom(
-            layout.total_bytes, folder
-        )  # takes no time to get, however large; tensors are aligned in it
+        self.room = StateRoom(layout.total_bytes, folder, needs_file)  # takes no time to get, however large
 
     @property
     def row(self) -> memoryview:
-        """The tensors, one after the other."""
-        return self._room.row
+        """The tensors, one after the other, and aligned."""
+        return self.room.row
 
     def take_digests(self, digests: memoryview) -> bool:
         """Believe them if the root says so."""
@@ -85,7 +84,7 @@ class BegunDownload:
             return False
         begin, end = self.layout.piece(number)
         self.row[begin:end] = data
-        self._room.used(end - begin)
+        self.room.used(end - begin)
         return True
 
 
@@ -118,7 +117,8 @@ class FetchPlan:
     """Settings of a download.
 
     `donors` tells those there are now; `chosen` is told what is fetched once that is decided, `notes` what happens, in
-    words; `folder` is where the state lies meanwhile; None: in memory alone.
+    words; `folder` is where the state lies meanwhile; None: in memory alone. `needs_file`: fail if the folder has no
+    room for it.
     """
 
     methods: Methods
@@ -129,6 +129,7 @@ class FetchPlan:
     notes: Callable[[str], None]
     chosen: Callable[[Position], None]
     folder: Path | None
+    needs_file: bool
     all_have_it: bool  # are all donors known to have it, whether they answer or not?
     paces: BoundedDict[str, float]  # seconds a byte, by donor, from earlier downloads: kept up to date here
 
@@ -152,12 +153,13 @@ class Fetching:
         self._scopes: dict[int, trio.CancelScope] = {}
         self._errors: dict[str, RemoteError] = {}
         self._last: dl.Downloaded | dl.GaveUp | None = None
+        self._no_room: NoMemory | None = None
 
     def _names(self) -> list[str]:
         return [peer.text for peer in self._plan.donors()]
 
     async def run(self) -> BegunDownload:
-        """The whole state, each piece checked; RemoteError says why there is none now."""
+        """The whole state, each piece checked. RemoteError says why there is none now, NoMemory why it has no room."""
         began = trio.current_time()
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -167,6 +169,8 @@ class Fetching:
             await self._timer.run()  # until `_perform` ends it
         self.report.seconds = trio.current_time() - began
         self._remember_paces()
+        if self._no_room is not None:
+            raise self._no_room
         if isinstance(self._last, dl.GaveUp):
             raise self._failure(self._last)
         assert self.begun is not None
@@ -221,7 +225,12 @@ class Fetching:
                         self._scopes[ask] = trio.CancelScope()  # its task has not begun yet
                         self._scopes[ask].cancel()
                 case dl.Chosen():
-                    self._begin(output)
+                    try:
+                        self._begin(output)
+                    except (OSError, OverflowError) as error:  # the second one: more than any machine has
+                        self._no_room = self._lacking_room(error)
+                        self._nursery.cancel_scope.cancel()
+                        return
                 case dl.BlameDonor(donor, why):
                     self.report.liars.append(donor)
                     self._plan.notes(f"donor {donor[-6:]} is not asked again: {why}")
@@ -233,12 +242,17 @@ class Fetching:
     def _begin(self, chosen: dl.Chosen) -> None:
         claim, layout = chosen.claim, self._plan.layout
         if self.begun is None or self.begun.claim != claim:
-            self.begun = BegunDownload(claim, layout, self._plan.folder)
+            self.begun = BegunDownload(claim, layout, self._plan.folder, self._plan.needs_file)
         self._plan.chosen(claim.position)
         self.report.step, self.report.had = claim.position.step, len(self.begun.have)
         size = f"{layout.total_bytes / 1e6:.1f} MB"
         there = f", {self.report.had} of {layout.pieces} pieces are there already" if self.report.had else ""
         self._plan.notes(f"fetching the state of step {claim.position.step}, {size}{there}: {chosen.why}")
+
+    def _lacking_room(self, error: OSError | OverflowError) -> NoMemory:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        place = f"{self._plan.folder}: " if self._plan.folder is not None else ""
+        return NoMemory(f"no room for a state of {self._plan.layout.total_bytes / 1e6:.1f} MB: {place}{reason}")
 
     async def _ask(self, ask: dl.AskDonor) -> None:
         event: dl.Event | None = None

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import trio
 
@@ -27,10 +28,19 @@ from peerd.core.work import Worker
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.state.fetch import BegunDownload, Donors, Fetching, FetchPlan, FetchReport, fetch_layout
 from peerd.service.state.serve import KEPT, STATE, Freeze, Giving, Methods
+from peerd.service.state.state_room import StateRoom
 
-__all__ = ["KEPT", "Donors", "FetchReport", "Fetcher", "Freeze", "Giving", "Snapshots", "StateItem"]
+__all__ = ["KEPT", "Donors", "FetchReport", "Fetched", "Fetcher", "Freeze", "Giving", "Snapshots", "StateItem"]
 
 _SHUN_S = 600.0  # how long a donor that lied is not asked
+
+
+class Fetched(NamedTuple):
+    """A state that was fetched, whole; `items` lie in `room`."""
+
+    position: Position
+    items: list[StateItem]
+    room: StateRoom
 
 
 class Fetcher:
@@ -41,6 +51,7 @@ class Fetcher:
         self.notes: Callable[[str], None] = lambda _: None  # told what a download does, in words
         self.chosen: Callable[[Position], None] = lambda _: None  # told what is fetched, once that is decided
         self.folder: Path | None = None  # where what is fetched lies meanwhile; None: in memory alone
+        self.needs_file = False  # a fetch fails if the folder has no room, instead of taking memory
         self.report: FetchReport | None = None  # of the newest download
         self._rpc, self._methods = rpc, methods
         self._rng = rng or Random(0)
@@ -52,12 +63,20 @@ class Fetcher:
     async def fetch(
         self, donors: Donors, request: StateRequest, expected: Sequence[TensorSpec | StateItem], worker: Worker
     ) -> tuple[Position, list[StateItem]]:
-        """The state that most of `donors` vouch for, whole; RemoteError says why there is none now.
+        """The state that most of `donors` vouch for, whole; RemoteError says why there is none now, NoMemory that there
+        is no room for it.
 
         `donors`: peers, or a function that tells those there are, which is asked again while the download goes on.
         These are known to have their state: where it names several, one alone is not believed.
         `expected`: name, dtype and shape of each tensor, in the order in which donors give them.
         """
+        found = await self.fetch_with_room(donors, request, expected, worker)
+        return found.position, found.items
+
+    async def fetch_with_room(
+        self, donors: Donors, request: StateRequest, expected: Sequence[TensorSpec | StateItem], worker: Worker
+    ) -> Fetched:
+        """As `fetch`, with the room that the state lies in, for whoever reads it piece by piece."""
         layout = StateLayout(expected)
         async with self._lock:
             honest = partial(self._honest, donors)
@@ -70,6 +89,7 @@ class Fetcher:
                 notes=self.notes,
                 chosen=self.chosen,
                 folder=self.folder,
+                needs_file=self.needs_file,
                 all_have_it=callable(donors) and request.of is None,  # a total, or a checkpoint, not all have kept
                 paces=self._paces,
             )
@@ -84,7 +104,8 @@ class Fetcher:
             self._begun = None  # the caller's, from here
             self.notes(fetching.report.text())
             parts = zip(layout.tensors, layout.views(begun.row), strict=True)
-            return begun.claim.position, [StateItem(t.name, t.dtype, t.shape, view) for t, view in parts]
+            items = [StateItem(t.name, t.dtype, t.shape, view) for t, view in parts]
+            return Fetched(begun.claim.position, items, begun.room)
 
     async def layout(self, donor: PeerId, request: StateRequest, wanted: tuple[bytes, int]) -> list[TensorSpec]:
         """See `fetch_layout`."""

@@ -2,7 +2,8 @@
 
 Pages that were used are handed back to the system now and then (`put_out`): they stay in its cache of files as long as
 it has memory for that, and are on the disk afterwards. The file's room is taken at once, since writing to a mapped file
-on a full disk ends the process. Without a folder, or where the disk has no room, it is ordinary memory.
+on a full disk ends the process. Without a folder, or where the disk has no room, it is ordinary memory, unless the
+caller needs a file.
 """
 
 from __future__ import annotations
@@ -25,8 +26,16 @@ _ADVICE: Final = getattr(mmap, "MADV_DONTNEED", None)
 class StateRoom:
     """Zeroed memory of `size` bytes, which begins at a page: `row`."""
 
-    def __init__(self, size: int, folder: Path | None = None) -> None:
-        mapped = _file(size, folder) if folder is not None and size else None
+    def __init__(self, size: int, folder: Path | None = None, needs_file: bool = False) -> None:
+        """`needs_file`: raise OSError if the folder cannot take the file, instead of taking memory."""
+        mapped: mmap.mmap | None = None
+        if folder is not None and size:
+            try:
+                mapped = _file(size, folder)
+            except OSError as error:
+                if needs_file:
+                    raise
+                log.warning("a state is kept in memory, %s cannot take it: %s", folder, error.strerror or error)
         self._is_file = mapped is not None
         self._mapped = mapped or mmap.mmap(-1, max(1, size))
         self._used_bytes = 0
@@ -45,17 +54,13 @@ class StateRoom:
             self._mapped.madvise(_ADVICE)
 
 
-def _file(size: int, folder: Path) -> mmap.mmap | None:
-    """An unnamed file of the folder, mapped; None: the disk cannot take it."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)
-            elif shutil.disk_usage(folder).free < size:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-            else:
-                file.truncate(size)
-            return mmap.mmap(file.fileno(), size)
-    except OSError as error:
-        log.warning("a state is kept in memory, %s cannot take it: %s", folder, error.strerror or error)
-        return None
+def _file(size: int, folder: Path) -> mmap.mmap:
+    """An unnamed file of the folder, mapped; OSError if the disk cannot take it."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        elif shutil.disk_usage(folder).free < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        else:
+            file.truncate(size)
+        return mmap.mmap(file.fileno(), size)

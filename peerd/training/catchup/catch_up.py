@@ -34,6 +34,7 @@ from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import StateItem
 from peerd.signals import Signal
+from peerd.training.catchup.copy_room import room_for_copy
 from peerd.training.catchup.replay import Trail
 from peerd.training.catchup.step_totals import Leap, Totals
 from peerd.training.catchup.validate import state_at
@@ -196,7 +197,8 @@ class CatchingUp:
     async def freeze(self) -> tuple[Position, FrozenState]:
         """The donor's state as it is now, with the position it belongs to."""
         async with self._joiner.moving:
-            state = await self._joiner.work(lambda: self._joiner.model.freeze(), "freeze the state")
+            room = partial(room_for_copy, self._services.run, self._ctx.data_dir)
+            state = await self._joiner.work(lambda: self._joiner.model.freeze(room), "freeze the state")
             return self._joiner.position, state
 
     async def _total_after(self, before: Position) -> tuple[Position, list[StateItem]] | None:

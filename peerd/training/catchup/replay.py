@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from peerd.core.errors import Refused, RemoteError
+from peerd.core.errors import NoMemory, Refused, RemoteError
 from peerd.core.limits import STATE_TRAIL
 from peerd.core.messages.swarm import Position
 from peerd.signals import Signal
@@ -60,7 +60,7 @@ class Trail:
                 return
             try:
                 leap = await self._fetch(end)
-            except RemoteError as error:
+            except (RemoteError, NoMemory) as error:
                 failures, refusals = failures + 1, refusals + isinstance(error, Refused)
                 if failures >= _TRIES or refusals >= _REFUSALS:
                     self._break(f"the total after step {end.step} cannot be had: {error}")

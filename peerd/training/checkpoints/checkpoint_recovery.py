@@ -29,7 +29,7 @@ from typing import Final
 import trio
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.core.errors import ConfigError, RemoteError
+from peerd.core.errors import ConfigError, NoMemory, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import SUSPECTS
 from peerd.core.messages.state import StateRequest
@@ -178,7 +178,7 @@ class Recalling:
                 partial(self._services.directory.keepers, position), request, outline, self._files
             )
             state = await self._files.run(partial(checked, found, items), name="check a kept checkpoint")
-        except (RemoteError, ValueError) as error:
+        except (RemoteError, ValueError, NoMemory) as error:
             self._failed[position] = trio.current_time() + _FAILED_S
             self.problem = f"the checkpoint of step {position.step} cannot be had: {error}"
             self._ctx.log.event(

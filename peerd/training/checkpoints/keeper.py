@@ -4,24 +4,27 @@ Not a role. Nothing of a set is written before the states of all stages are here
 a set is never of two steps; an incomplete set is dropped, after a full disk at once, after a crash at the next start.
 The files are those of a stage peer, one more set than the run's `checkpoint.keep`, so that the set being written costs
 none of the whole ones; `kept.json` lists the whole sets. It reports to no conductor, gives no gradient, and serves only
-`kept/1`: its checkpoints, to stage peers that have lost theirs. A set is held in memory while it is fetched. A hostile
+`kept/1`: its checkpoints, to stage peers that have lost theirs. While a set is fetched it lies in unnamed files in the
+data directory, so that the memory taken does not grow with the model; without room for them there is no set. A hostile
 donor: see `service.state.snapshot`; one that lies costs an attempt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import trio
 from torch import Tensor
 
-from peerd.compute.model.served_stage import ServedStage, items_of
-from peerd.core.errors import ConfigError, RemoteError
+from peerd.compute.frozen_state import FrozenState
+from peerd.compute.model.footprint import state_outline
+from peerd.compute.model.served_stage import items_of
+from peerd.core.errors import ConfigError, NoMemory, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.state import StateRequest, TensorSpec
 from peerd.core.messages.swarm import Position
-from peerd.core.run.runfile import LoopSection, RunFile
+from peerd.core.run.runfile import LoopSection
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import Giving, StateItem
@@ -46,6 +49,8 @@ class Keeping:
         stages = range(run.pipeline.stages)
         self._savings = [Saving(ctx, services.fingerprint, spare=1) for _ in stages]
         self._fetchers = [services.fetcher() for _ in stages]
+        for fetcher in self._fetchers:
+            fetcher.folder, fetcher.needs_file = ctx.data_dir, True
         self._outlines: list[list[TensorSpec]] = []
         self._files = ctx.worker("files")
         self._tried_step, self._tried_at, self._failures = -1, 0.0, 0
@@ -122,7 +127,7 @@ class Keeping:
         if not await self._outline(donors):
             return None
         for _ in range(_TRIES):
-            found: dict[int, tuple[Position, dict[str, Tensor]]] = {}
+            found: dict[int, tuple[Position, FrozenState]] = {}
             async with trio.open_nursery() as nursery:  # at once: so that they freeze the same position
                 for stage, peers in enumerate(donors):
                     nursery.start_soon(self._fetch, stage, peers, found)
@@ -138,7 +143,7 @@ class Keeping:
         return None
 
     async def _outline(self, donors: Sequence[Sequence[PeerId]]) -> bool:
-        """Find the specs of each stage's state, from the run's own model, built and let go again, one at a time.
+        """Find the specs of each stage's state, from the shapes of the run's own model.
 
         A model of users' own loops is nowhere but in these: they name its tensors, and the run file has the digest.
         """
@@ -146,7 +151,7 @@ class Keeping:
         if run.loop is not None and not self._outlines:
             return await self._ask_for_outline(run.loop, donors[0])
         for stage in range(len(self._outlines), len(self._savings)):
-            outline = partial(_outline_of, run, stage)
+            outline = partial(state_outline, run, stage)
             self._outlines.append(await self._files.run(outline, name="outline a stage"))
         return True
 
@@ -161,20 +166,19 @@ class Keeping:
                 return True
         return False
 
-    async def _fetch(
-        self, stage: int, peers: Sequence[PeerId], found: dict[int, tuple[Position, dict[str, Tensor]]]
-    ) -> None:
+    async def _fetch(self, stage: int, peers: Sequence[PeerId], found: dict[int, tuple[Position, FrozenState]]) -> None:
         request = StateRequest(self._services.fingerprint, stage)
         try:
             if not peers:
                 raise ValueError("no peer of the stage is announced")
             fetcher, expected = self._fetchers[stage], self._outlines[stage]
-            position, items = await fetcher.fetch(list(peers), request, expected, self._files)
-            found[stage] = position, await self._files.run(lambda: checked(position, items), name="check a state")
-        except (RemoteError, ValueError, OSError, OverflowError) as error:  # the last two: no memory for such a state
+            fetched = await fetcher.fetch_with_room(list(peers), request, expected, self._files)
+            state = await self._files.run(partial(checked, *fetched), name="check a state")
+            found[stage] = fetched.position, FrozenState(state, room=fetched.room)
+        except (RemoteError, ValueError, NoMemory) as error:
             self._ctx.log.event("checkpoint.not_kept", level="warning", stage=stage, reason=str(error))
 
-    async def _write(self, position: Position, states: dict[int, dict[str, Tensor]]) -> bool:
+    async def _write(self, position: Position, states: Mapping[int, Mapping[str, Tensor] | FrozenState]) -> bool:
         if position.step <= 0 or position in self.kept:
             return False
         self._hold_the_furthest(position)
@@ -194,7 +198,3 @@ class Keeping:
         if furthest.step > position.step:
             for saving in self._savings:
                 saving.hold(furthest)
-
-
-def _outline_of(run: RunFile, stage: int) -> list[TensorSpec]:
-    return ServedStage(run, stage, "cpu").outline()

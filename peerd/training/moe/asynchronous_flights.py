@@ -24,13 +24,14 @@ from peerd.compute.model.served_stage import Stale
 from peerd.core.experts.contract import ExpertNetwork
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import Mb, MemberInfo
+from peerd.core.model.trunk_memory import IN_FLIGHT, gradients_in_memory, places_at_once
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.in_flight import LIMITED
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.role import RoleContext
 from peerd.service.pipeline.load import Load
 from peerd.signals import Signal
-from peerd.training.moe.expert_flights import GRADIENT_BYTES, IN_FLIGHT, ExpertFlights
+from peerd.training.moe.expert_flights import ExpertFlights
 from peerd.training.stage.member import StageMember
 
 _NOTHING: Final = TensorFrame("uint8", (0,), b"")
@@ -68,7 +69,7 @@ class AsynchronousFlights(ExpertFlights):
         calls: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         super().__init__(ctx, member, network, calls)
-        self._batch = max(1, self._run.batch.target_samples // self._run.pipeline.microbatch)
+        self._batch = places_at_once(self._run)
         self._queue: LandingQueue | None = None  # once the trunk is built
         self._not_finite = deque[tuple[MicrobatchNotFinite, tuple[str, ...]]]()  # and where their samples begin
         self._under_way = 0
@@ -89,8 +90,8 @@ class AsynchronousFlights(ExpertFlights):
         try:
             flight = await self._again_until_done(partial(self._there_and_back, load), None, drops=True)
             await self._come_down(flight)
-        except TooOld:
-            self.counts.too_old(1)
+        except TooOld as error:
+            self.counts.too_old(1, str(error))
         except MicrobatchNotFinite as error:
             if len(self._not_finite) < self._batch:
                 self._not_finite.append((error, load.origins))
@@ -192,4 +193,4 @@ class AsynchronousFlights(ExpertFlights):
         return super().status() | waiting | shared
 
     def _gradients_in_memory(self) -> int:
-        return max(1, GRADIENT_BYTES // self._trunk_bytes)
+        return gradients_in_memory(self._trunk_bytes)

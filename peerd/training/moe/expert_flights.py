@@ -27,6 +27,7 @@ from peerd.core.errors import NoMemory, RemoteError
 from peerd.core.experts.contract import ExpertAsk, ExpertNetwork, ExpertReply
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import Mb, MemberInfo
+from peerd.core.model.trunk_memory import flights_at_once
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
@@ -39,8 +40,6 @@ from peerd.training.stage.post import Post
 
 T = TypeVar("T")
 
-IN_FLIGHT: Final = 64  # microbatches at once, unless the run file says otherwise: answers take long, not computing
-GRADIENT_BYTES: Final = 1 << 30  # of all that are on their way back
 _AGAIN_S: Final = 0.25  # after the first failure in a row
 _AGAIN_MOST_S: Final = 10.0
 _NOT_FINITE_BORNE: Final = 2  # times in a row that a microbatch has no finite values here, and it is dropped
@@ -143,6 +142,7 @@ class ExpertFlights:
         failures = not_finite = 0
         while True:
             await self._step_is_open(step)
+            pause_s, dropped = 0.0, None
             try:
                 result = await fly()
             except Stale as error:
@@ -154,12 +154,18 @@ class ExpertFlights:
                 own = isinstance(error, ResultNotFinite | NotFinite)  # not an expert's: their answers are checked
                 not_finite = not_finite + 1 if own else 0
                 if drops and not_finite >= _NOT_FINITE_BORNE:
-                    raise MicrobatchNotFinite(0, [self._ctx.host.id.text], str(error)) from None
-                self.counts.failed(error)
-                await trio.sleep(backoff_s(failures, _AGAIN_S, _AGAIN_MOST_S))
+                    dropped = MicrobatchNotFinite(0, [self._ctx.host.id.text], str(error))
+                else:
+                    self.counts.failed(error)
+                    pause_s = backoff_s(failures, _AGAIN_S, _AGAIN_MOST_S)
             else:
                 self.counts.succeeded()
                 return result
+            # Outside of the handlers: their error keeps alive what the flight held, and the parameters it began with.
+            if dropped is not None:
+                raise dropped
+            if pause_s:
+                await trio.sleep(pause_s)
             self.retries += 1
 
     async def _step_is_open(self, step: int | None) -> None:
@@ -207,14 +213,10 @@ class ExpertFlights:
         """Trunks that may be computed with: our own, or none."""
         return int(self._ready and self._member.built)
 
-    def in_flight(self) -> int:
-        """Microbatches to have on their way at once: many, as long as their gradients have room."""
-        return max(1, min(IN_FLIGHT, GRADIENT_BYTES // self._trunk_bytes))
-
     @property
     def _trunk_bytes(self) -> int:
         trunk = self._post.state.trunk.trunk
-        return max(1, trunk.layout.count * trunk.dtype.itemsize)
+        return trunk.layout.count * trunk.dtype.itemsize
 
     def places_wanted(self) -> int:
         """Places in the trunk's batch to wish for, or to have: one for each microbatch that is to be under way."""
@@ -222,8 +224,8 @@ class ExpertFlights:
 
     @property
     def most_in_flight(self) -> int:
-        """Microbatches that this trainer has under way at most."""
-        return self._run.limits.microbatches_in_flight or self.in_flight()
+        """Microbatches that this trainer has under way at most: many, as long as their gradients have room."""
+        return flights_at_once(self._run, self._trunk_bytes)
 
     def offer(self, waiting: list[Load], opened: int) -> None:
         """Add to the loads that wait for a number, where these are not samples; `opened` have one."""

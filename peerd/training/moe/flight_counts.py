@@ -84,12 +84,14 @@ class FlightCounts:
         finally:
             self.away -= 1
 
-    def too_old(self, microbatches: int) -> None:
-        """Microbatches are dropped: the trunk has made too many steps since they began."""
+    def too_old(self, microbatches: int, why: str = "") -> None:
+        """Microbatches are dropped: the trunk no longer has the parameters that they began with. `why`: in figures,
+        where they are known.
+        """
         self._dropped += microbatches
         if microbatches:
-            why = "made more than optimizer.most_stale steps, or took over another state,"
-            self._say("flight.too_old", f"the trunk {why} since it began: dropped")
+            steps = "the trunk made more than optimizer.most_stale steps, or took over another state, since it began"
+            self._say("flight.too_old", f"a microbatch is dropped: {why or steps}")
 
     def cannot_be_summed(self, microbatches: int, error: Exception) -> None:
         """Microbatches that share a place are dropped: the trunk's sum does not take their gradients."""

@@ -21,11 +21,11 @@ from peerd.compute.codec.error_feedback import Missed, feedback_of
 from peerd.compute.codec.powersgd import LowRank
 from peerd.compute.model.served_stage import Model, Vector
 from peerd.core.blockwise import BLOCKS, CODES
-from peerd.core.errors import ConfigError, ProtocolViolation, Refused
+from peerd.core.errors import ProtocolViolation, Refused
 from peerd.core.frame import DTYPES
 from peerd.core.ids import PeerId
-from peerd.core.limits import AVERAGE_PARTS, FRAME_ELEMENTS
 from peerd.core.messages.swarm import LineInfo, Position, Prepare
+from peerd.core.model.averaged_vector import check_vector
 from peerd.core.run.runfile import RunFile
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
@@ -164,13 +164,7 @@ class Rounds:
         """
         outline, code = model.vector_outline(), model.low_rank
         elements = max(code.elements) if code is not None else math.prod(outline.shape)
-        if elements > FRAME_ELEMENTS:
-            least = "cut the model into more stages (pipeline.stages)"
-            raise ConfigError(f"a stage's gradient has {elements} values; allowed: up to {FRAME_ELEMENTS}: {least}")
-        least_bytes = elements * DTYPES[outline.dtype].itemsize // (AVERAGE_PARTS // 2)
-        if self._terms.part_bytes < least_bytes:
-            told = f"averaging.part_bytes is {self._terms.part_bytes}"
-            raise ConfigError(f"{told}; allowed for a gradient of {elements} values: {least_bytes} and more")
+        check_vector(self._run.averaging, elements, DTYPES[outline.dtype].itemsize)
         first, further = code.elements if code is not None else (elements, 0)
         self._vector_is = first, outline.dtype, further  # the conductor allows a round time for it
 

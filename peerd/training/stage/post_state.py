@@ -34,6 +34,7 @@ from peerd.machine.swarm.roster import START
 from peerd.role import RoleContext
 from peerd.signals import Signal
 from peerd.training.catchup.catch_up import Elsewhere
+from peerd.training.catchup.copy_room import room_for_copy
 from peerd.training.catchup.step_totals import Leap
 from peerd.training.checkpoints.stage_checkpoints import Saving
 from peerd.training.stage.averaging import Total
@@ -265,8 +266,9 @@ class PostState:
         position = self.position
         if not self.keeps_checkpoints or not position.step or self._saving.has(position):
             return
+        room = partial(room_for_copy, self._run, self._ctx.data_dir)
         try:
-            state = await self.work(lambda: self.model.freeze(), "freeze the state to save it")
+            state = await self.work(lambda: self.model.freeze(room), "freeze the state to save it")
         except NoMemory as error:
             self._saving.missed(position, error)
         else:

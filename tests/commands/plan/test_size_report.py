@@ -52,6 +52,13 @@ def test_the_screen_has_a_row_for_each_stage_at_80_columns(
     assert "about 12 x 4,096²" in " ".join(lines)
 
 
+def test_the_memory_of_a_trunk_is_said_to_be_mostly_that_of_microbatches_under_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = " ".join(out_of(capsys, "--model", str(ROOT / "configs/moe.yaml")).split())
+    assert "are for 64 microbatches under way and 33 copies of earlier parameters, the most at once" in out
+
+
 def test_a_model_of_ones_own_is_said_to_be_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     out = " ".join(out_of(capsys, "--model", str(ROOT / "configs/own_model.yaml")).split())
     assert "65.5 kB a microbatch over each boundary" in out

@@ -10,13 +10,15 @@ import pytest
 import torch
 import trio
 
+from peerd.compute.experts import trunk as trunk_file
 from peerd.compute.experts.era import TooOld
 from peerd.compute.experts.flight import Flight
 from peerd.compute.experts.landing_queue import LandingQueue
 from peerd.compute.experts.trunk_stage import TrunkStage
+from peerd.compute.model import footprint
 from peerd.compute.model.served_stage import Stale
 from peerd.core.messages.swarm import Mb
-from peerd.core.run.runfile import OptimizerSection, RunFile
+from peerd.core.run.runfile import LimitsSection, OptimizerSection, RunFile
 from tests.compute.experts.test_trunk import fly, run_with, text
 from tests.worlds.roles.expert_network import NearExperts
 
@@ -92,6 +94,67 @@ def test_a_microbatch_of_too_old_parameters_is_dropped_and_one_of_another_state_
     with pytest.raises(Stale) as found:
         flight.depart()
     assert not isinstance(found.value, TooOld)
+
+
+def test_copies_that_are_too_old_to_count_are_freed_although_microbatches_still_hold_them() -> None:
+    run = asynchronous(most_stale=2)
+    network, stage = NearExperts(run), TrunkStage(run, "cpu")
+    under_way = []
+    for made in range(6):
+        assert len(stage.trunk._earlier) == min(made, 2)
+        under_way.append(stage.free_flight(*text()))
+        step(stage)
+    for flight in under_way[:4]:
+        snapshot = flight.era.snapshot
+        assert snapshot is not None
+        assert snapshot.flat is None
+        with pytest.raises(TooOld, match="allowed: 2 behind"):
+            flight.depart()
+    for flight in under_way[4:]:
+        gradients(stage, network, flight)
+
+
+def test_a_state_that_is_taken_over_frees_the_copies_of_the_one_before() -> None:
+    stage = TrunkStage(asynchronous(), "cpu")
+    under_way = []
+    for _ in range(3):
+        under_way.append(stage.free_flight(*text()))
+        step(stage)
+    assert len(stage.trunk._earlier) == 3
+    stage.load(stage.state())
+    assert len(stage.trunk._earlier) == 0
+    with pytest.raises(Stale):
+        under_way[0].depart()
+
+
+@pytest.mark.parametrize("most", [2, 0])
+def test_without_memory_for_a_copy_the_oldest_microbatches_are_dropped_and_steps_go_on(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    run = asynchronous()
+    network, stage, under_way, expected = NearExperts(run), TrunkStage(run, "cpu"), [], []
+    monkeypatch.setattr(trunk_file, "spare_bytes", lambda _, size: size if len(stage.trunk._earlier) < most else 0)
+    for _ in range(4):
+        expected.append(gradients(stage, network, stage.free_flight(*text())))
+        under_way.append(stage.free_flight(*text()))
+        step(stage)
+    assert stage.trunk.step == 4
+    assert len(stage.trunk._earlier) == most
+    for flight in under_way[: 4 - most]:
+        with pytest.raises(TooOld, match="there was no memory to keep its parameters"):
+            flight.depart()
+    for flight, right in zip(under_way[4 - most :], expected[4 - most :], strict=True):
+        found = gradients(stage, network, flight)
+        assert all(torch.equal(found[i], one) for i, one in right.items())
+    gradients(stage, network, stage.free_flight(*text()))
+
+
+def test_a_limit_of_memory_leaves_room_for_a_copy_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = TrunkStage(msgspec.structs.replace(asynchronous(), limits=LimitsSection(memory_gb=1)), "cpu")
+    nbytes = stage.trunk._flat.nbytes
+    for left, has_room in ((3 * nbytes, True), (3 * nbytes - 1, False)):
+        monkeypatch.setattr(footprint, "_held_bytes", lambda left=left: 10**9 - left)
+        assert stage.trunk._has_room() is has_room
 
 
 def landed(stage: TrunkStage, network: NearExperts, count: int, queue: LandingQueue) -> list[dict[int, torch.Tensor]]:

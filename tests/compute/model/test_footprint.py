@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import psutil
 import pytest
 
@@ -10,12 +13,24 @@ from peerd.compute.model.footprint import (
     footprint,
     lacking,
     lacking_for_call,
+    refuse_if_not_averaged,
     refuse_if_too_large,
     room_for_activations,
     spare_bytes,
+    state_outline,
 )
+from peerd.compute.model.served_stage import ServedStage
 from peerd.core.errors import ConfigError
-from peerd.core.run.runfile import LimitsSection, RunFile
+from peerd.core.model import averaged_vector
+from peerd.core.run.runfile import (
+    AveragingSection,
+    ExpertsSection,
+    LimitsSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+)
 
 MB = 1_000_000
 
@@ -72,3 +87,71 @@ def test_a_call_fits_or_not_beside_what_the_process_holds_now() -> None:
     assert said.startswith("it takes 0.2 GB beside the ")
     assert lacking_for_call(limited(0.001), 0) is None  # before anything was measured
     assert "of the machine's memory are free" in (lacking_for_call(limited(0), 1 << 60) or "")
+
+
+def wide(stages: int, **averaging: object) -> RunFile:
+    """A run with 2.6e9 parameters in its layers."""
+    return RunFile(
+        run="wide",
+        model=ModelSection(d_model=8192, heads=64, layers=4),
+        pipeline=PipelineSection(stages=stages),
+        averaging=AveragingSection(**averaging),  # type: ignore[arg-type]
+    )
+
+
+def test_a_stage_whose_gradient_rounds_cannot_carry_is_refused_before_it_is_built() -> None:
+    told = r"^a stage's gradient has \d+ values; allowed: up to 2147483648: cut the model into more stages"
+    with pytest.raises(ConfigError, match=told):
+        refuse_if_too_large(wide(1), 0, "cpu")
+    refuse_if_not_averaged(wide(2), 0)
+    refuse_if_not_averaged(wide(1, code="powersgd", rank=4), 0)
+
+
+@pytest.fixture
+def normed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
+    """A run of layers of the user's own, with buffers."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "normed.py").write_text(
+        "from torch import nn\ndef layers(run):\n    return [nn.Embedding(256, 4), nn.BatchNorm1d(64)]\n"
+    )
+    return RunFile(run="normed", model=ModelSection(kind="normed.py:layers", d_model=4, heads=1, context=64))
+
+
+def test_buffers_travel_with_the_gradient_and_count(normed: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = 256 * 4 + 2 * 64 + 1 + 2 * 64 + 1  # parameters, then the samples, mean, variance and count of batches
+    monkeypatch.setattr(averaged_vector, "FRAME_ELEMENTS", values)
+    refuse_if_not_averaged(normed, 0)
+    monkeypatch.setattr(averaged_vector, "FRAME_ELEMENTS", values - 1)
+    with pytest.raises(ConfigError, match=f"has {values} values"):
+        refuse_if_not_averaged(normed, 0)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"optimizer": OptimizerSection()},
+        {
+            "optimizer": OptimizerSection(name="sgd", momentum=0.0),
+            "averaging": AveragingSection(code="powersgd", rank=3),
+        },
+        {"optimizer": OptimizerSection(name="lars", momentum=0.9, delayed=True)},
+        {"model": ModelSection(d_model=16, heads=2, layers=3, dtype="float64", share_layers=True)},
+        {"experts": ExpertsSection(layers=1, grid=[2, 2]), "pipeline": PipelineSection(stages=1)},
+    ],
+    ids=["adamw", "powersgd", "lars", "shared layers", "experts"],
+)
+def test_the_outline_of_a_state_is_known_without_building_the_stage(sections: dict[str, Any]) -> None:
+    small = {"model": ModelSection(d_model=16, heads=2, layers=3), "pipeline": PipelineSection(stages=2)}
+    run = RunFile(**{"run": "outlined"} | small | sections)
+    for stage in range(run.pipeline.stages):
+        assert state_outline(run, stage) == ServedStage(run, stage, "cpu").outline()
+
+
+def test_the_outline_of_a_state_has_the_buffers_of_ones_own_layers(normed: RunFile) -> None:
+    assert state_outline(normed, 0) == ServedStage(normed, 0, "cpu").outline()
+    assert "buffer/layer1.running_mean" in [spec.name for spec in state_outline(normed, 0)]
+
+
+def test_the_outline_of_a_state_of_terabytes_takes_no_memory() -> None:
+    run = RunFile(run="vast", model=ModelSection(d_model=1 << 15, heads=64, layers=100))
+    assert sum(spec.nbytes for spec in state_outline(run, 0)) > 10e12

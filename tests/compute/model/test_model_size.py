@@ -10,9 +10,17 @@ from peerd.compute.codec.powersgd import sort_out
 from peerd.compute.flat import Layout
 from peerd.compute.model.footprint import footprint
 from peerd.compute.model.partition import build, outline
+from peerd.core.model.averaged_vector import vector_sizes
 from peerd.core.model.model_shapes import stage_shapes
 from peerd.core.model.model_size import factored_values, stage_sizes
-from peerd.core.run.runfile import ExpertsSection, ModelSection, OptimizerSection, PipelineSection, RunFile
+from peerd.core.run.runfile import (
+    AveragingSection,
+    ExpertsSection,
+    ModelSection,
+    OptimizerSection,
+    PipelineSection,
+    RunFile,
+)
 
 VOCAB = 256  # of bytes
 
@@ -72,4 +80,7 @@ def test_a_stage_with_values_has_as_many_parameters() -> None:
 def test_powersgd_averages_as_many_values(run: RunFile, rank: int) -> None:
     shapes = [p.shape for p in outline(run, [0]).parameters()]
     layout = Layout(tuple(map(str, range(len(shapes)))), tuple(shapes))
-    assert sum(sort_out(layout, rank)[2]) == sum(factored_values(tuple(shape), rank) for shape in shapes)
+    sizes = sort_out(layout, rank)[2]
+    assert sum(sizes) == sum(factored_values(tuple(shape), rank) for shape in shapes)
+    assert sizes == vector_sizes(AveragingSection(code="powersgd", rank=rank), shapes)
+    assert vector_sizes(AveragingSection(rank=rank), shapes) == (layout.count, 0)

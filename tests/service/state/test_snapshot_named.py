@@ -1,12 +1,14 @@
-"""Named offers of donors: the totals of steps, and kept checkpoints."""
+"""Named offers of donors: the totals of steps, and kept checkpoints; and where what is fetched lies."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import trio
 from trio.testing import MockClock
 
-from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteError
+from peerd.core.errors import NoMemory, Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import STATE_NAMED_COPIES
 from peerd.core.messages.state import StateItem, StateManifest, StateRequest, TensorSpec
@@ -140,3 +142,17 @@ async def test_only_so_many_are_held_for_others(autojump_clock: MockClock) -> No
             await ask(50, callers[-1][1])
         await ask(0, callers[-1][1])  # one that is there
         await ask(51, callers[1][1])  # in place of its own
+
+
+async def test_a_fetch_that_needs_a_file_lies_in_one_or_fails(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with peers(2) as (_, [(donor, rpc), (_, joiner)]):
+        giver(rpc)
+        fetcher, request = Fetcher(joiner), StateRequest(RUN, 1, of=at(7))
+        fetcher.folder, fetcher.needs_file = tmp_path / "missing", True
+        with pytest.raises(NoMemory, match=r"no room for a state of 2\.4 MB: .*missing: No such file or directory"):
+            await fetcher.fetch([donor], request, TOTAL, WORKER)
+        fetcher.folder = tmp_path
+        position, (item,), room = await fetcher.fetch_with_room([donor], request, TOTAL, WORKER)
+    assert position == at(8)
+    assert bytes(item.payload) == bytes(total(1)[0].payload)
+    assert room._is_file

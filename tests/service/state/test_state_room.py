@@ -35,6 +35,13 @@ def test_a_folder_that_takes_nothing_is_named_and_memory_is_used(
     assert bytes(room.row) == b"x" * 5000
 
 
+def test_a_room_that_needs_a_file_takes_no_memory_instead(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(FileNotFoundError):
+        StateRoom(5000, tmp_path / "missing", needs_file=True)
+    assert caplog.text == ""
+    assert StateRoom(5000, tmp_path, needs_file=True)._is_file
+
+
 def test_a_state_without_a_byte_has_room() -> None:
     assert len(StateRoom(0).row) == 0
 

@@ -1,0 +1,51 @@
+"""A copy of a state goes to a file under a limit of memory; without a disk it goes to memory that is left, if any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from peerd.compute.model import footprint
+from peerd.core.errors import NoMemory
+from peerd.core.run.runfile import LimitsSection, RunFile
+from peerd.training.catchup.copy_room import room_for_copy
+
+MB = 1_000_000
+
+
+def limited(gb: float) -> RunFile:
+    return RunFile(run="tiny", limits=LimitsSection(memory_gb=gb))
+
+
+@pytest.fixture(autouse=True)
+def _holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint, "_held_bytes", lambda: 500 * MB)
+
+
+def test_without_a_limit_a_copy_goes_to_memory_while_there_is_any(tmp_path: Path) -> None:
+    assert room_for_copy(limited(0), tmp_path, 3 * MB) is None
+
+
+def test_a_copy_that_the_machine_has_no_memory_for_goes_to_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peerd.training.catchup.copy_room.lacking_for_call", lambda *_: "no memory")
+    room = room_for_copy(limited(0), tmp_path, 3 * MB)
+    assert room is not None
+    assert room._is_file
+    with pytest.raises(NoMemory, match=r"takes 3\.0 MB, the machine has no memory left, and .*missing: No such file"):
+        room_for_copy(limited(0), tmp_path / "missing", 3 * MB)
+
+
+def test_under_a_limit_a_copy_goes_to_a_file(tmp_path: Path) -> None:
+    room = room_for_copy(limited(10), tmp_path, 3 * MB)
+    assert room is not None
+    assert room._is_file
+    assert len(room.row) == 3 * MB
+
+
+def test_under_a_limit_and_without_a_disk_a_copy_goes_to_memory_that_is_surely_left(tmp_path: Path) -> None:
+    assert room_for_copy(limited(0.6), tmp_path / "missing", 30 * MB) is None
+    with pytest.raises(NoMemory, match=r"takes 40\.0 MB, limits\.memory_gb allows 0\.6 GB, and .*: No such file"):
+        room_for_copy(limited(0.6), tmp_path / "missing", 40 * MB)
