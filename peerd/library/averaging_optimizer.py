@@ -31,7 +31,7 @@ from peerd.core.errors import ConfigError
 from peerd.core.limits import LAST_STEP
 from peerd.core.run.runfile import RANK
 from peerd.daemon import Daemon
-from peerd.library.background import CLOSE_S, BackgroundWish, Closed, failure_of
+from peerd.library.background import BackgroundWish, Closed, failure_of, wait_until_left
 from peerd.library.loop_run import (
     LoopSettings,
     access_section,
@@ -192,9 +192,11 @@ class AveragingOptimizer:
         return result
 
     def close(self) -> None:
-        """Leave the run well, within ten seconds; repeated closing changes nothing.
+        """Leave the run well; repeated closing changes nothing.
 
-        A global step that has a microbatch of ours may still be made meanwhile.
+        Takes ten seconds at most, and longer while a state that no other peer is known to have is saved: stderr (with
+        `log_level`, the log) says so, and Ctrl+C ends it. A global step that has a microbatch of ours may still be made
+        meanwhile.
         """
         self._closing = True
         atexit.unregister(self.close)
@@ -204,7 +206,7 @@ class AveragingOptimizer:
         if self._token is not None:
             with contextlib.suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(self._stop)
-        self._thread.join(CLOSE_S)
+        wait_until_left(self._thread, self._daemon)
 
     def __enter__(self) -> AveragingOptimizer:
         self.start()

@@ -252,7 +252,8 @@ class Post:
             return None
         if any(m.ready and m.stage == self.stage and m.peer != own for m in self.members):
             return None
-        return f"saving step {self.step} of stage {self.stage}, which no other peer is known to have"
+        what = f"step {self.step}" if self._own is not None else f"step {self.step} of stage {self.stage}"
+        return f"saving {what}, which no other peer is known to have"
 
     # --- as its parts see it ----------------------------------------------------------------------------------
 
