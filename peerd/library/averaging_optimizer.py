@@ -76,8 +76,8 @@ class AveragingOptimizer:
     in `averaging` of a run file; the same on all peers. `upload_mbit`, `download_mbit`: what this peer may send and
     receive, in Mb/s; its share of averaging follows them; 0: no limit. `organizer`: the peer id of the organizer whose
     tokens let peers in; `token`: the file with this peer's, without it access.token in `data_dir`. `save_steps`: global
-    steps between two checkpoints, here (with `data_dir`) and on backbones that keep the run. `log_level`: what else to
-    write to stderr; None: nothing.
+    steps between two checkpoints, here (with `data_dir`) and on backbones that keep the run; the last step is kept,
+    too. `log_level`: what else to write to stderr; None: nothing.
     """
 
     _thread: threading.Thread | None = None
@@ -194,9 +194,9 @@ class AveragingOptimizer:
     def close(self) -> None:
         """Leave the run well; repeated closing changes nothing.
 
-        Takes ten seconds at most, and longer while a state that no other peer is known to have is saved: stderr (with
-        `log_level`, the log) says so, and Ctrl+C ends it. A global step that has a microbatch of ours may still be made
-        meanwhile.
+        Takes ten seconds at most where another loop goes on. The last one waits until its state is written to
+        `data_dir`, and until a backbone and the members that are behind have it: stderr (with `log_level`, the log)
+        says so, and Ctrl+C ends it. A global step that has a microbatch of ours may still be made meanwhile.
         """
         self._closing = True
         atexit.unregister(self.close)
