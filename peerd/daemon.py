@@ -74,7 +74,7 @@ class DaemonPlan:
     log_level: str = "info"
     announce: Callable[[str], None] | None = None  # told the best address, in place of a greeting to the terminal
     company: CompanyWish = field(default_factory=CompanyWish)
-    warn: Callable[[str], None] = lambda text: None  # told, beside the log, why the start waits
+    warn: Callable[[str], None] = lambda text: None  # told, beside the log, why the start or the end waits
     limits: LimitsSection = field(default_factory=LimitsSection)  # of a peer without a run file
 
     @property
@@ -155,6 +155,10 @@ class Daemon:
         if not self._stopping.is_set():
             self._stop_reason = reason
             self._stopping.set()
+
+    def leaves_until(self) -> float:
+        """Time, by time.monotonic, before which the process must not end, as `Leaving.until`; from any thread."""
+        return self._leaving.until()
 
     async def run(self, signals: AsyncIterable[int]) -> None:
         """Run until all roles have finished or a signal asks to stop. Raises PeerdError when a role gave up."""
@@ -330,7 +334,10 @@ class Daemon:
         return [found for role in roles if isinstance(found := getattr(role, "unsaved", None), str)]
 
     def _tell_unsaved(self, what: str) -> None:
-        say(f"{what}; once more to stop without it")
+        if self._plan.announce is None:
+            say(f"{what}; once more to stop without it")
+        else:  # a part of the user's own program, whose output is theirs
+            self._plan.warn(f"{what}; Ctrl+C to stop without it")
         self._log.event("role.unsaved", what=what)
 
     def _keep_traceback(self, failure: Exception) -> None:

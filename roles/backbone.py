@@ -187,7 +187,7 @@ class BackboneRole:
             try:
                 if self._keeping is None and await self._agrees(services):
                     self._keeping = await self._begin(services)
-                if self._keeping is None or not self._keeping.due(sight.point.step):
+                if self._keeping is None or not self._keeping.due(sight.point.step, sight.final_step):
                     continue
                 position = await self._keeping.keep(sight.point.step, sight.stages)
             except ConfigError as error:

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,12 @@ import torch
 from torch import nn
 
 import peerd
+from peerd.compute.checkpoint import Checkpoints
 from peerd.config import load_run
+from peerd.control import leaving
 from peerd.core.errors import ConfigError, PeerdError, Unreachable
 from peerd.core.run.runfile import LimitsSection, fingerprint
+from peerd.library import background
 from tests.kit.amount import thorough
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
@@ -345,6 +350,87 @@ def test_a_loop_that_waits_begins_when_its_bootstrap_comes(capfd: pytest.Capture
         second.close()
 
 
+def test_closing_waits_for_as_long_as_the_peer_saves_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "CLOSE_S", 0.0)
+    saved = threading.Event()
+    thread = threading.Thread(target=saved.wait, daemon=True)
+    thread.start()
+    asked = []
+
+    class Saves:
+        """A daemon that puts its end off twice, and has saved then."""
+
+        def leaves_until(self) -> float:
+            asked.append(len(asked))
+            if len(asked) == 3:
+                saved.set()
+            return time.monotonic() + (0.01 if len(asked) < 3 else 60.0)
+
+    background.wait_until_left(thread, Saves())  # type: ignore[arg-type]
+    assert not thread.is_alive()
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+def test_the_last_loop_saves_its_state_on_a_disk_that_is_slower_than_closing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(background, "CLOSE_S", 3.0)
+    monkeypatch.setattr(leaving, "LEAVE_S", 0.0)
+    model, save, closing_at = nn.Linear(3, 2), Checkpoints.save, []
+
+    def slow(*args: Any, **more: Any) -> Any:
+        while not (opt._daemon and opt._daemon.leaves_until() and time.monotonic() > closing_at[0] + 3.5):
+            time.sleep(0.01)
+        return save(*args, **more)
+
+    monkeypatch.setattr(Checkpoints, "save", slow)
+    with made(model, data_dir=tmp_path / "data") as opt:
+        while opt.global_step < 2:
+            backward(model)
+            opt.step()
+            opt.zero_grad()
+        closing_at.append(time.monotonic())
+    assert opt._thread is not None
+    assert not opt._thread.is_alive()
+    assert [path.name for path in (tmp_path / "data").rglob("step-*.json")] == ["step-00000002.json"]
+    out, err = capfd.readouterr()
+    said = "peerd test: saving step 2, which no other peer is known to have; Ctrl+C to stop without it"
+    assert (out, err.splitlines()[-1]) == ("", said)
+
+
+STUCK = """
+import threading, torch, peerd
+from peerd.compute.checkpoint import Checkpoints
+from peerd.control import leaving
+leaving.LEAVE_S = 0.0
+Checkpoints.save = lambda *args, **more: threading.Event().wait()
+model = torch.nn.Linear(3, 2)
+opt = peerd.AveragingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), run="ctrl-c", target_samples=8,
+    samples_per_step=4, listen=["/ip4/127.0.0.1/tcp/0"], data_dir="data")
+with opt:
+    while True:
+        model(torch.ones(4, 3)).sum().backward()
+        opt.step()
+        if opt.global_step == 1: print("at it")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.socket
+def test_a_second_ctrl_c_ends_a_loop_whose_disk_does_not_take_its_state(tmp_path: Path) -> None:
+    with loop_process(STUCK, tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "at it\n"
+        process.send_signal(signal.SIGINT)
+        told = ", which no other peer is known to have; Ctrl+C to stop without it\n"
+        assert any(line.endswith(told) for line in process.stderr), "it never said what it waits for"
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=200)
+        assert process.returncode == -signal.SIGINT
+
+
 LOOP = """
 import sys, torch, peerd
 model = torch.nn.Linear(3, 2)
@@ -365,25 +451,32 @@ BODIES = {
 }
 
 
+@contextlib.contextmanager
+def loop_process(code: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A Python process that runs `code` in `folder`; it ends with the block."""
+    # Where the tests run in the background of a script, Ctrl+C is ignored, and so it would be by their children.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-u", "-c", code]
+    with subprocess.Popen(command, cwd=folder, env=env, preexec_fn=heed, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.mark.slow
 @pytest.mark.socket
 @pytest.mark.parametrize(
     "where", ["in the loop", "forgotten", thorough("at the start"), thorough("at a dead bootstrap")]
 )
 def test_a_process_ends_in_time_by_ctrl_c_and_when_closing_is_forgotten(where: str) -> None:
-    command = [sys.executable, "-u", "-c", LOOP % BODIES[where]]
-    # Where the tests run in the background of a script, Ctrl+C is ignored, and so it would be by their children.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "at it\n", process.stderr and process.stderr.read()
-            if where != "forgotten":
-                process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=200)
-        finally:
-            process.kill()
+    with loop_process(LOOP % BODIES[where], ROOT) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "at it\n", process.stderr and process.stderr.read()
+        if where != "forgotten":
+            process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=200)
     assert process.returncode == (0 if where == "forgotten" else -signal.SIGINT), said
     assert ("KeyboardInterrupt" in said) == (where != "forgotten"), said

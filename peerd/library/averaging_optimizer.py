@@ -31,7 +31,7 @@ from peerd.core.errors import ConfigError
 from peerd.core.limits import LAST_STEP
 from peerd.core.run.runfile import RANK
 from peerd.daemon import Daemon
-from peerd.library.background import CLOSE_S, BackgroundWish, Closed, failure_of
+from peerd.library.background import BackgroundWish, Closed, failure_of, wait_until_left
 from peerd.library.loop_run import (
     LoopSettings,
     access_section,
@@ -76,8 +76,8 @@ class AveragingOptimizer:
     in `averaging` of a run file; the same on all peers. `upload_mbit`, `download_mbit`: what this peer may send and
     receive, in Mb/s; its share of averaging follows them; 0: no limit. `organizer`: the peer id of the organizer whose
     tokens let peers in; `token`: the file with this peer's, without it access.token in `data_dir`. `save_steps`: global
-    steps between two checkpoints, here (with `data_dir`) and on backbones that keep the run. `log_level`: what else to
-    write to stderr; None: nothing.
+    steps between two checkpoints, here (with `data_dir`) and on backbones that keep the run; the last step is kept,
+    too. `log_level`: what else to write to stderr; None: nothing.
     """
 
     _thread: threading.Thread | None = None
@@ -192,9 +192,11 @@ class AveragingOptimizer:
         return result
 
     def close(self) -> None:
-        """Leave the run well, within ten seconds; repeated closing changes nothing.
+        """Leave the run well; repeated closing changes nothing.
 
-        A global step that has a microbatch of ours may still be made meanwhile.
+        Takes ten seconds at most where another loop goes on. The last one waits until its state is written to
+        `data_dir`, and until a backbone and the members that are behind have it: stderr (with `log_level`, the log)
+        says so, and Ctrl+C ends it. A global step that has a microbatch of ours may still be made meanwhile.
         """
         self._closing = True
         atexit.unregister(self.close)
@@ -204,7 +206,7 @@ class AveragingOptimizer:
         if self._token is not None:
             with contextlib.suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(self._stop)
-        self._thread.join(CLOSE_S)
+        wait_until_left(self._thread, self._daemon)
 
     def __enter__(self) -> AveragingOptimizer:
         self.start()

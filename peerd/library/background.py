@@ -10,6 +10,8 @@ import math
 import os
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ from peerd.daemon import Daemon, DaemonPlan, leaf
 from peerd.launch import assembled
 from peerd.role import Role
 
-CLOSE_S: Final = 10.0  # the drain of a daemon; then the thread is left to itself
+CLOSE_S: Final = 10.0  # the drain of a daemon; then the thread is left to itself, unless it saves a state
 
 
 class Closed(PeerdError):
@@ -99,6 +101,19 @@ def check_texts(option: str, addresses: Sequence[str]) -> None:
     if isinstance(addresses, str):
         raise ConfigError(f"{option}: give a list of addresses, not one text")
     check_addresses(option, addresses)
+
+
+def wait_until_left(thread: threading.Thread, daemon: Daemon | None) -> None:
+    """Wait until the peer in `thread` has left its run: CLOSE_S, and longer while it saves what nobody else has.
+
+    The peer says on stderr, or in its log, what it still saves. A KeyboardInterrupt ends the wait at once.
+    """
+    end = time.monotonic() + CLOSE_S
+    while thread.is_alive():
+        left_s = max(end, daemon.leaves_until() if daemon is not None else 0.0) - time.monotonic()
+        if left_s <= 0:
+            return
+        thread.join(left_s)
 
 
 def failure_of(result: outcome.Outcome[None], closed: str) -> BaseException:

@@ -29,7 +29,7 @@ from peerd.core.experts.contract import ExpertAsk, ExpertCaller, ExpertReply
 from peerd.core.experts.grid import Uid
 from peerd.core.run.runfile import RunFile
 from peerd.daemon import Daemon
-from peerd.library.background import CLOSE_S, BackgroundWish, Closed, failure_of
+from peerd.library.background import BackgroundWish, Closed, failure_of, wait_until_left
 from peerd.training.user_loop.expert_calls import CallerPart, calls_role_for
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class ExpertPeer:
         if self._token is not None:
             with contextlib.suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(self._stop)
-        self._thread.join(CLOSE_S)
+        wait_until_left(self._thread, self._daemon)
 
     def __enter__(self) -> ExpertPeer:
         self.start()

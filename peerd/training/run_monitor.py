@@ -15,7 +15,14 @@ from typing import Final
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import DIRECTORY_READ_BYTES
-from peerd.core.messages.progress import TrainerProgress, decode_trainer, foretold_in_s, progress_key, sum_told
+from peerd.core.messages.progress import (
+    StageProgress,
+    TrainerProgress,
+    decode_trainer,
+    foretold_in_s,
+    progress_key,
+    sum_told,
+)
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.training.learning_curve import Point
@@ -41,6 +48,7 @@ class RunSight:
     stages: list[list[PeerId]]  # the peers that announce each stage
     newcomers: list[Newcomer]
     due_in_s: float | None = None  # until the step under way should end; None: unknown
+    final_step: int | None = None  # the step that the run ends with, as far as its peers know; None: it goes on
 
 
 class Watching:
@@ -62,7 +70,8 @@ class Watching:
         present = [Newcomer(peer, stage) for stage, peers in enumerate(stages) for peer in peers]
         newcomers = self._new([*present, *(Newcomer(peer, None) for peer in trainers)])
         told = [(e.peer.text, e.progress.conductor, e.progress.step_at) for e in announced.values()]
-        return RunSight(point, stages, newcomers, foretold_in_s(told, self._ctx.clock.wall()))
+        due_in_s = foretold_in_s(told, self._ctx.clock.wall())
+        return RunSight(point, stages, newcomers, due_in_s, final_step([e.progress for e in announced.values()]))
 
     async def _trainers(self) -> dict[PeerId, TrainerProgress]:
         found = {}
@@ -110,6 +119,15 @@ def summary(
         samples_per_s=sum_told(told.samples_per_s for told in near),
         tokens_per_s=sum_told(told.tokens_per_s for told in near),
     )
+
+
+def final_step(told: Sequence[StageProgress]) -> int | None:
+    """The step that a run ends with, by its stage peers' records; None unless more than half of them say that they end.
+
+    So fewer than half cannot make backbones keep a step that is not due.
+    """
+    ending = [one.step for one in told if one.ends]
+    return _low_median(ending) if 2 * len(ending) > len(told) else None
 
 
 def _low_median(steps: Sequence[int]) -> int | None:

@@ -105,7 +105,7 @@ class Measured:
 def run_of(cell: Cell, folder: Path) -> RunFile:
     """One giant step of a small model, on text made in `folder`."""
     for number in range(4):
-        text = bytes((7 * number + 13 * at * at + at // 3) % 251 for at in range(40_000))
+        text = bytes((7 * number + 13 * at * at + at // 3) % 251 or 251 for at in range(40_000))
         (folder / f"text{number}.txt").write_bytes(text)
     return RunFile(
         run="pipeline",

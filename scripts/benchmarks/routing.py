@@ -236,7 +236,7 @@ class Swarm:
 def run_of(scene: Scene, folder: Path) -> RunFile:
     """A small model in as many stages, on text made in `folder`."""
     for number in range(4):
-        text = bytes((7 * number + 13 * at * at + at // 3) % 251 for at in range(40_000))
+        text = bytes((7 * number + 13 * at * at + at // 3) % 251 or 251 for at in range(40_000))
         (folder / f"text{number}.txt").write_bytes(text)
     return RunFile(
         run="routing",

@@ -28,6 +28,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 LOOP: Final = """
 import json, sys, time, torch, peerd
 settings = json.loads(sys.argv[1])
+steps = settings.pop("steps", 10**9)
 model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 2))
 opt = peerd.AveragingOptimizer(
     peerd.Lamb(model.parameters(), lr=0.01), run="own", target_samples=16, samples_per_step=4, model=model,
@@ -37,7 +38,7 @@ with opt:
     opt.write_run_file("run.yaml")
     moments = max(float(s["exp_avg"].abs().max()) for s in opt.state_dict()["state"].values()) if opt.global_step else 0
     print("begins", opt.global_step, opt.param_groups[0]["lr"], moments, flush=True)
-    while True:
+    while opt.global_step < steps:
         model(torch.randn(4, 8)).square().mean().backward()
         opt.step()
         opt.zero_grad()
@@ -46,7 +47,7 @@ with opt:
 
 
 class Loop:
-    """A process with a loop of its own, which never ends by itself."""
+    """A process with a loop of its own, which ends by itself after `steps` only."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         paths = {"PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1"}
@@ -135,6 +136,19 @@ def test_a_backbone_keeps_own_loops_and_a_new_one_goes_on_where_they_were_killed
         assert float(moments) > 0
         before = max(kept_steps(keeper))
         keeper.wait_until(lambda: max(kept_steps(keeper)) > before, "it never kept another one")
+
+
+def test_loops_that_end_between_two_checkpoints_leave_their_last_step_to_a_backbone(tmp_path: Path) -> None:
+    with swarm(tmp_path) as (started, loops):
+        loops.append(Loop(tmp_path, min_peers=2, steps=6))
+        link = loops[0].link()
+        keeper = started.start("keeper", "join", link, "--yes", "--role", "backbone", "--listen", LISTEN)
+        loops.append(Loop(tmp_path, min_peers=2, steps=6, bootstrap=[address_of(link), keeper.address()]))
+        for loop in loops:
+            assert loop.popen.wait(100) == 0
+        assert max(kept_steps(keeper)) == 6
+        loops.append(Loop(tmp_path, bootstrap=[keeper.address()], alone=True))
+        assert loops[-1].says("begins")[0] == "6"
 
 
 @pytest.mark.thorough

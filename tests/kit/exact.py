@@ -43,7 +43,7 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 def write_texts(folder: Path) -> Path:
     """Twenty files of pseudo-text; returns the pattern that names them."""
     for i in range(20):
-        (folder / f"text{i}.txt").write_bytes(bytes((7 * i + 13 * j * j + j // 3) % 251 for j in range(4000)))
+        (folder / f"text{i}.txt").write_bytes(bytes((7 * i + 13 * j * j + j // 3) % 251 or 251 for j in range(4000)))
     return folder / "*.txt"
 
 

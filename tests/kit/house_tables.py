@@ -95,5 +95,5 @@ PACKAGES = {
     "training/stage": {"training", "training/catchup", "training/checkpoints"},
     "training/moe": {"training", "training/stage"},
     "training/replica": {"training/stage"},
-    "training/user_loop": {"training", "training/stage"},
+    "training/user_loop": {"training", "training/replica", "training/stage"},
 }

@@ -257,7 +257,7 @@ async def test_the_last_state_of_replicas_is_kept_before_they_end(tmp_path: Path
 async def test_replicas_end_though_their_backbone_keeps_nothing(
     tmp_path: Path, run: RunFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Keeping, "due", lambda self, step: False)
+    monkeypatch.setattr(Keeping, "due", lambda self, *steps: False)
     optimizer = structs.replace(run.optimizer, total_steps=5)
     run = structs.replace(run, optimizer=optimizer, pipeline=structs.replace(run.pipeline, stages=1))
     async with swarm(tmp_path / "peers") as s:

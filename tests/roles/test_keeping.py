@@ -212,6 +212,17 @@ def test_each_checkpoint_step_that_is_passed_is_kept_once(seen: list[int], every
     trio.run(live)
 
 
+async def test_the_step_that_a_run_ends_with_is_kept_once(autojump_clock: object) -> None:
+    kept = keeping(Path("nowhere"), RunFile(run="loop", checkpoint=CheckpointSection(every_steps=50)))
+    await trio.sleep(1.0)
+    kept._savings[0].positions = [at(50), at(80)]  # the run went back behind step 80 once
+    assert not kept.due(60)
+    assert kept.due(60, 60)
+    assert kept.due(58, 60), "trainers' records are older"
+    kept._savings[0].positions.append(at(60))
+    assert not kept.due(60, 60)
+
+
 async def test_attempts_that_fail_come_at_longer_and_longer_intervals(autojump_clock: object) -> None:
     kept, tried = keeping(Path("nowhere")), []
     begin = trio.current_time()

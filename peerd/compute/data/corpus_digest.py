@@ -226,11 +226,11 @@ def check_text(run: RunFile) -> None:
 
 
 def _check_files(source: SourceSection, key: str) -> None:
-    """ConfigError for a file that is no text, of the first _LOOKED_AT."""
+    """ConfigError for a file that is not text, of the first _LOOKED_AT."""
     if source.kind in ("text", "jsonl") and source.path != "stdlib":
         for file in itertools.islice(find_files(source.path, key).values(), _LOOKED_AT):
             try:
-                with open_text(file, is_new=True):
+                with open_text(file):
                     pass
             except OSError as error:
                 raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error

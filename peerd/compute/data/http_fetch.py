@@ -31,7 +31,7 @@ READ_TIMEOUT_S: Final = 30.0  # for one read, and for the whole besides what its
 SLOWEST_BYTES_PER_S: Final = 16 << 10
 PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)  # between attempts
 CHUNK_BYTES: Final = 1 << 20
-_PASSING: Final = frozenset({408, 416, 425, 429, 500, 502, 503, 504})
+PASSING_STATUS: Final = frozenset({408, 416, 425, 429, 500, 502, 503, 504})  # another attempt may be answered
 
 
 class DataUnavailable(PeerdError):
@@ -134,7 +134,7 @@ class Downloader:
             error.close()
             if error.code == 416:  # it has no more than we got: begin again
                 _empty(sink)
-            if error.code in _PASSING:
+            if error.code in PASSING_STATUS:
                 raise PassingFault(f"the server says {error.code} {error.reason}", _asked_pause(error)) from error
             raise ConfigError(f"{url}: the server says {error.code} {error.reason}") from error
         except (OSError, http.client.HTTPException) as error:

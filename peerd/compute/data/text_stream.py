@@ -1,7 +1,7 @@
 """A file of text or JSONL as it is read: from any place on, and decompressed where it is compressed.
 
 Positions count bytes of the text. The size of a compressed file's text is not known before its end, so what is held out
-of it lies in many places (`spans`). A file that is no text is refused, by the bytes that it begins with.
+of it lies in many places (`spans`). A file that is not text is refused by its first bytes, wherever it comes from.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _KNOWN: Final = {
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
     b"%PDF-": "PDF",
+    b"\x93NUMPY": "a NumPy array",
 }
 
 
@@ -104,29 +105,28 @@ class TextStream:
 
 
 @contextlib.contextmanager
-def open_text(file: DataFile, *, is_new: bool = False) -> Iterator[TextStream]:
-    """The text of a file; ConfigError for a file that is no text, OSError for one that cannot be read.
-
-    `is_new`: nobody trains on it yet, so that bytes of value 0, which no text has, are refused, too.
-    """
+def open_text(file: DataFile) -> Iterator[TextStream]:
+    """The text of a file; ConfigError for a file that is not text, OSError for one that cannot be read."""
     with file.open("rb") as stream:
         begin = stream.read(_LOOK_BYTES)
         compression = compression_of(begin)
         if compression is None:
-            _check_text(begin, file, is_new)
+            _check_text(begin, file)
             size = stream.seek(0, os.SEEK_END)
             stream.seek(0)
             yield TextStream(stream, size)
             return
         stream.seek(0)
         with io.BufferedReader(CompressedFile(stream, compression, str(file)), 1 << 16) as text:
-            _check_text(text.peek(_LOOK_BYTES)[:_LOOK_BYTES], file, is_new)
+            _check_text(text.peek(_LOOK_BYTES)[:_LOOK_BYTES], file)
             yield TextStream(text, None)
 
 
-def _check_text(begin: bytes, file: DataFile, is_new: bool) -> None:
-    known = next((name for magic, name in _KNOWN.items() if begin.startswith(magic)), None)
-    if known is not None or (is_new and b"\0" in begin):
-        what = known or "has bytes of value 0"
+def _check_text(begin: bytes, file: DataFile) -> None:
+    """ConfigError for a file whose first bytes, `begin`, are not those of a text: no text has bytes of value 0."""
+    what = next((name for magic, name in _KNOWN.items() if begin.startswith(magic)), None)
+    if what is None and b"\0" in begin:
+        what = "binary: it has bytes of value 0"
+    if what is not None:
         allowed = "UTF-8 text, plain or compressed by gzip, bzip2, xz or zstd"
-        raise ConfigError(f"{file}: is no text ({what}); allowed: {allowed}")
+        raise ConfigError(f"{file}: is not a text file ({what}); allowed: {allowed}")

@@ -8,15 +8,18 @@ calls the function again. What is held out is the function's own matter.
 A position is a count of documents: to go on from it is to run through the documents before it, so equal seeds must
 give equal documents, and a far position takes time.
 
-What the user's code raises is reported by the name of the function. An OSError, such as a lost connection, may pass:
-it is DataUnavailable, and the stream asks again for the same document. Anything else is a ConfigError.
+What the user's code raises is reported by the name of the function, with file and line. A lost connection or a server
+that is too slow is DataUnavailable, and the stream asks again for the same document. Anything else is a ConfigError.
+Libraries that fetch have exceptions of their own, of which few are OSErrors. `may_pass` knows such a class by the
+package and the name of one of its bases, so that no library is imported that the user's code has not loaded.
 """
 
 from __future__ import annotations
 
 import hashlib
+import http.client
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -24,14 +27,44 @@ import outcome
 import torch
 
 from peerd.compute.data.corpus import Split
-from peerd.compute.data.http_fetch import DataUnavailable
+from peerd.compute.data.http_fetch import PASSING_STATUS, DataUnavailable
 from peerd.compute.data.readers import Cursor, Text, TextPiece
 from peerd.compute.data.skipped_rows import SkippedRows
 from peerd.compute.user_code import find_function
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.local_code import told
 
-_LASTING: Final = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_LASTING: Final = (
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    ValueError,
+    TypeError,
+)
+_PASSING: Final = (OSError, http.client.IncompleteRead, http.client.BadStatusLine)
+# Bases of exceptions of a network, by package.
+_PASSING_BASES: Final[Mapping[str, frozenset[str]]] = {
+    "aiohttp": frozenset({"ClientConnectionError", "ClientPayloadError"}),
+    "botocore": frozenset({"ConnectionError", "HTTPClientError"}),
+    "httpcore": frozenset({"NetworkError", "ProxyError", "RemoteProtocolError", "TimeoutException"}),
+    "httpx": frozenset({"NetworkError", "ProxyError", "RemoteProtocolError", "TimeoutException"}),
+    "multiprocessing": frozenset({"TimeoutError"}),
+    "urllib3": frozenset({"MaxRetryError", "NewConnectionError", "ProtocolError", "ProxyError", "TimeoutError"}),
+}
+# Exceptions that another attempt does not mend, though they are OSErrors or have such a base.
+_LASTING_BASES: Final[Mapping[str, frozenset[str]]] = {
+    "aiohttp": frozenset({"ServerFingerprintMismatch"}),
+    "requests": frozenset({"InvalidJSONError", "TooManyRedirects", "URLRequired"}),
+}
+# Exceptions for an answer with a status.
+_ANSWERS: Final[Mapping[str, frozenset[str]]] = {
+    "aiohttp": frozenset({"ClientResponseError"}),
+    "httpx": frozenset({"HTTPStatusError"}),
+    "requests": frozenset({"HTTPError"}),
+    "urllib": frozenset({"HTTPError"}),
+}
 
 
 class Dataset:
@@ -74,7 +107,7 @@ class Dataset:
         if not isinstance(error, Exception) or isinstance(error, PeerdError):
             raise error
         text = f"{self._where}{place}: the function raised {told(error)}"
-        if isinstance(error, OSError) and not isinstance(error, _LASTING):
+        if may_pass(error):
             raise DataUnavailable(text) from error
         raise ConfigError(text) from error
 
@@ -89,3 +122,29 @@ class Dataset:
         found = repr(document) if not isinstance(tokens, np.ndarray) else f"{tokens.dtype} {list(tokens.shape)}"
         allowed = "str, bytes or a 1-D tensor of whole numbers"
         raise ConfigError(f"{self._where}, document {number}: expected {allowed}, found {found[:200]}")
+
+
+def may_pass(error: Exception) -> bool:
+    """True for a fault of a network or a server: the same call may succeed later.
+
+    False for errors of the code or the settings, such as an address that makes no sense or a certificate that is not
+    valid: these are ValueErrors or TypeErrors, also where they are OSErrors. An answer with a status, such as 404, goes
+    by the status.
+    """
+    if isinstance(error, _LASTING) or _is_one_of(error, _LASTING_BASES):
+        return False
+    if _is_one_of(error, _ANSWERS) and (status := _status(error)) is not None:
+        return status in PASSING_STATUS
+    return isinstance(error, _PASSING) or _is_one_of(error, _PASSING_BASES)
+
+
+def _is_one_of(error: Exception, bases: Mapping[str, frozenset[str]]) -> bool:
+    """True if the class of `error`, or a base of it, is one of `bases`."""
+    return any(kind.__name__ in bases.get(kind.__module__.partition(".")[0], ()) for kind in type(error).__mro__)
+
+
+def _status(error: Exception) -> int | None:
+    """The status of the answer that `error` reports; None if it does not say."""
+    response = getattr(error, "response", None)
+    found = (getattr(error, "code", None), getattr(error, "status", None), getattr(response, "status_code", None))
+    return next((status for status in found if isinstance(status, int)), None)

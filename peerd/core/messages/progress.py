@@ -66,6 +66,7 @@ class StageProgress(Message, frozen=True):
     also: Annotated[list[StageNumber], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)
     busy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # as in PostLoad
     queue: Annotated[float, msgspec.Meta(ge=0, le=MICROBATCHES)] = 0.0  # likewise
+    ends: bool = False  # it leaves with this step, and the run may end with it: backbones keep what is final
 
 
 class Joiner(Message, frozen=True):

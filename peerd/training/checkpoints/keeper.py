@@ -100,18 +100,24 @@ class Keeping:
         if self._giving is not None:
             self._giving.let_go()
 
-    def due(self, step: int) -> bool:
-        """True when a set is to be fetched, now that the swarm is at `step`."""
+    def due(self, step: int, final_step: int | None = None) -> bool:
+        """True when a set is to be fetched, now that the swarm is at `step`; it ends with `final_step`, if it does."""
         now, every = trio.current_time(), self._settings.every_steps
         pause_s = min(2.0**self._failures, _LONGEST_S) if self._failures else 0.0
         if step == self._tried_step:
             pause_s = max(pause_s, _AGAIN_S)
         if step <= 0 or now - self._tried_at < pause_s:
             return False
-        last = max((p.step for p in self.kept if p.step <= step), default=0)
+        if final_step is not None and final_step > 0 and self._last_up_to(final_step) < final_step:
+            return True
+        last = self._last_up_to(step)
         if self._total_steps and step >= self._total_steps:
             return last < self._total_steps
         return every > 0 and step // every > last // every
+
+    def _last_up_to(self, step: int) -> int:
+        """The newest step that is kept, of those up to `step`; 0: there is none."""
+        return max((p.step for p in self.kept if p.step <= step), default=0)
 
     async def keep(self, step: int, donors: Sequence[Sequence[PeerId]]) -> Position | None:
         """Fetch and write a set; None when it cannot be had now: the log says why. `donors`: peers of each stage."""

@@ -1,7 +1,10 @@
-"""FinalState: what a replica waits for when its run has made all its steps, before its process ends.
+"""FinalState: what a replica waits for before its process ends, when its run has made all its steps.
 
 First for the finished model itself: a replica that rested, or lagged behind, fetches it from the others. Then for a
 backbone to keep it, and for the members that do not have it: once the last replica has left, nobody else can give it.
+A user's own loop ends when its user decides, at any step. It waits for the same, unless another member stays that has
+the state.
+
 The waits end by silence, or after a time that grows with the state's size, and log what was not had. A stranger that
 says it is a backbone or a member, and fetches nothing, costs _SILENT_S.
 """
@@ -13,6 +16,7 @@ from typing import Final
 
 import trio
 
+from peerd.core.ids import PeerId
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.training.stage.member import StageMember
@@ -45,10 +49,35 @@ class FinalState:
         if post is None or post.step != step:
             return
         try:
-            await self._until_kept()
-            await self._until_all_have_it()
+            await self._until_kept(lambda: False)
+            await self._until_all_have_it(lambda: False)
         finally:
             self.waits_for = None
+
+    async def handed_over(self) -> None:
+        """Wait, before it leaves, until a backbone and the members have its state, unless a member stays with it.
+
+        Each of several members that leave at once announces so before it looks at the others, so one of them waits.
+        Its checkpoint is written meanwhile.
+        """
+        post = self._replica.post
+        if post is None or not post.state.built or not post.step:
+            return
+        self.waits_for = f"the directory to show who has the state of step {post.step}"
+        try:
+            await post.announce_end()
+            await post.state.save()
+            await self._until_kept(self._is_held_by_others)
+            await self._until_all_have_it(self._is_held_by_others)
+        finally:
+            self.waits_for = None
+
+    def _is_held_by_others(self) -> bool:
+        """True while another member has this peer's state, and does not end."""
+        post, own = self._replica.post, self._ctx.host.id.text
+        assert post is not None
+        staying = {entry.peer.text for entry in self._services.directory.announced.values() if not entry.progress.ends}
+        return any(m.ready and m.peer != own and m.peer in staying for m in post.members)
 
     async def _fetch(self, step: int) -> None:
         """Wait for the replica to catch up with the others' last step."""
@@ -60,34 +89,47 @@ class FinalState:
             told = f"this peer has the model of step {post.step}, and not that of the run's last step {step}"
             self._ctx.log.event("final.not_fetched", level="warning", reason=told)
 
-    async def _until_kept(self) -> None:
-        """Wait for a backbone that keeps the run's checkpoints to have the last one."""
+    async def _until_kept(self, enough: Callable[[], bool]) -> None:
+        """Wait for a backbone that keeps the run's checkpoints to have the last one; or until `enough`."""
         post, directory = self._replica.post, self._services.directory
         assert post is not None
         await directory.refresh()
         if not directory.keeping:
             return
-        self.waits_for = "a backbone to fetch the finished model"
-        position = post.state.position
-        kept = await self._while_bytes_flow(
-            lambda: bool(directory.keepers(position)), lambda: post.catching_up.given_bytes
-        )
+        self.waits_for = f"a backbone to fetch {self._what}"
+
+        def keepers() -> list[PeerId]:
+            return directory.keepers(post.state.position)
+
+        kept = await self._while_bytes_flow(lambda: bool(keepers()) or enough(), lambda: post.catching_up.given_bytes)
         if not kept:
-            told = f"no backbone has fetched the finished model: it is in {post.saving.directory}"
+            kept_here = post.state.keeps_checkpoints
+            place = f"it is in {post.saving.directory}" if kept_here else "without data_dir nobody has it"
+            told = f"no backbone has fetched {self._what}: {place}"
             self._ctx.log.event("final.not_kept", level="warning", reason=told)
-        for keeper in directory.keepers(position):
+        for keeper in keepers():
             self._ctx.log.event("final.kept", by=keeper.text)
 
-    async def _until_all_have_it(self) -> None:
-        """Wait for the members that are behind, as long as they fetch the finished model from us or from others."""
+    async def _until_all_have_it(self, enough: Callable[[], bool]) -> None:
+        """Wait for the members that are behind, as long as they fetch the state from us or from others.
+
+        Or until `enough`.
+        """
         post, own = self._replica.post, self._ctx.host.id.text
         assert post is not None
-        self.waits_for = "members that are behind to fetch the finished model"
+        self.waits_for = f"members that are behind to fetch {self._what}"
 
         def all_have_it() -> bool:
-            return all(m.ready or m.peer == own for m in post.members if m.since)
+            return enough() or all(m.ready or m.peer == own for m in post.members if m.since)
 
         await self._while_bytes_flow(all_have_it, lambda: post.catching_up.given_bytes)
+
+    @property
+    def _what(self) -> str:
+        """What is waited for to be had by others, in words."""
+        post, total = self._replica.post, self._services.run.optimizer.total_steps
+        assert post is not None
+        return "the finished model" if post.step == total else f"the state of step {post.step}"
 
     async def _while_bytes_flow(self, done: Callable[[], bool], count: Callable[[], int]) -> bool:
         """Wait until `done`: True; or until `count` has not grown for _SILENT_S: False."""

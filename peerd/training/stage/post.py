@@ -18,7 +18,7 @@ from typing import Final
 import trio
 
 from peerd.compute.model.served_stage import ServedStage
-from peerd.core.errors import ProtocolViolation, Refused
+from peerd.core.errors import ProtocolViolation, Refused, RemoteError
 from peerd.core.limits import MICROBATCHES
 from peerd.core.messages.contributions import Rest
 from peerd.core.messages.encoding import Empty
@@ -82,7 +82,7 @@ class Post:
         self.state.arrived, self.orders.stepped = self._arrived, self._made_step
         self.state.restored = self._restored
         self.catching_up.keep_branch = self._keep_branch
-        self._leaving = False
+        self._leaving = self._ends = False
         self._state_bytes = 0
         self._write_until = math.inf  # while it leaves, by trio's time
         self._waits_for: str | None = "the stage to be built"
@@ -207,6 +207,14 @@ class Post:
         await self._write_last(ends)
         return True
 
+    async def announce_end(self) -> None:
+        """Announce, from now on, that this peer is about to leave, and that the run may end with its state."""
+        self._ends = True
+        try:
+            await self._services.directory.announce(self._progress())
+        except RemoteError as error:
+            self._ctx.log.event("dht.announce_failed", level="warning", reason=str(error))
+
     async def _write_last(self, ends: bool) -> None:
         """Write the state that the post leaves with; where others have it, nothing slow is waited for.
 
@@ -253,7 +261,8 @@ class Post:
             return None
         if any(m.ready and m.stage == self.stage and m.peer != own for m in self.members):
             return None
-        return f"saving step {self.step} of stage {self.stage}, which no other peer is known to have"
+        what = f"step {self.step}" if self._own is not None else f"step {self.step} of stage {self.stage}"
+        return f"saving {what}, which no other peer is known to have"
 
     # --- as its parts see it ----------------------------------------------------------------------------------
 
@@ -446,4 +455,5 @@ class Post:
             busy=load.busy,
             queue=load.queue,
             also=[stage for stage in self._services.calls.stages if stage != self.stage],
+            ends=self._ends,
         )

@@ -29,6 +29,7 @@ from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
 from peerd.service.run_offer import SIGNATURE_FILE, RunOffer, own_signature
 from peerd.training.contributor import Contributor
+from peerd.training.replica.final_state import FinalState
 from peerd.training.stage.external_model import Own
 from peerd.training.stage.member import StageMember
 from peerd.training.stage.post import Post
@@ -70,6 +71,7 @@ class AveragerRole:
         assert ctx.services is not None
         self._services = ctx.services
         self._member = StageMember(ctx, Own(part.model, self._changing, part.saves))
+        self._final = FinalState(ctx, self._services, self._member)
         self._contributor: Contributor[UserTurn] = Contributor(ctx, self._services, self)
         self._worker = ctx.worker(ctx.device)
         self._ready = 0  # members at the swarm's position
@@ -108,18 +110,22 @@ class AveragerRole:
         return offer
 
     async def leave(self) -> None:
-        """Give back microbatches that are not computed, let the step end that has a part of ours, say goodbye."""
+        """Give back microbatches that are not computed, let the step end that has a part of ours, say goodbye.
+
+        A state that no member has which stays is given to a backbone, or to members that are behind, before that.
+        """
         await self._contributor.hand_in(unfinished=False)
+        await self._final.handed_over()
         await self._member.leave()
         await self._contributor.say_goodbye()
 
     @property
     def unsaved(self) -> str | None:
-        """As `StageMember.unsaved`."""
-        return self._member.unsaved
+        """As `StageMember.unsaved`; likewise while the state is given to others."""
+        return f"waiting for {self._final.waits_for}" if self._final.waits_for else self._member.unsaved
 
     def status(self) -> dict[str, object]:
-        waits_for = self._contributor.waits_for
+        waits_for = self._final.waits_for or self._contributor.waits_for
         if not waits_for and not self._begun:
             waits_for = f"{self._min_peers} peers to begin with; {self._ready} are there"
         return {

@@ -128,14 +128,15 @@ def test_a_window_that_is_too_large_is_refused(tmp_path: Path) -> None:
         (b"PK\x03\x04rest", "a zip archive"),
         (b"\x04\x22\x4d\x18rest", "compressed by lz4"),
         ("text".encode("utf-16"), "UTF-16"),
-        (b"text \0 text", "has bytes of value 0"),
-        (gzip.compress(b"in a tar \0\0\0 archive", mtime=0), "has bytes of value 0"),
+        (b"text \0 text", "binary: it has bytes of value 0"),
+        (b"\x93NUMPY\x01\x00v\x00", "a NumPy array"),
+        (gzip.compress(b"in a tar \0\0\0 archive", mtime=0), "binary: it has bytes of value 0"),
     ],
 )
-def test_a_file_that_is_no_text_is_named_before_anything_is_joined(tmp_path: Path, begin: bytes, what: str) -> None:
+def test_a_file_that_is_not_text_is_named_before_anything_is_joined(tmp_path: Path, begin: bytes, what: str) -> None:
     for index in range(3):
         (tmp_path / f"{index}.txt").write_bytes(TEXT)
     (tmp_path / "2.txt").write_bytes(begin)
     data = section(tmp_path, holdout=0.02)
-    with pytest.raises(ConfigError, match=rf"/2.txt: is no text \({re.escape(what)}.*; allowed: UTF-8 text, plain or"):
+    with pytest.raises(ConfigError, match=rf"/2.txt: is not a text file \({re.escape(what)}.*; allowed: UTF-8 text,"):
         check_text(RunFile(run="r", model=ModelSection(context=8), data=data))

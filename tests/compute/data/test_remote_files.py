@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
 import sys
@@ -111,6 +112,32 @@ def test_parquet_is_read_over_http(web: WebServer, cache: Cache) -> None:
     parquet.write_table(pyarrow.table({"text": ["x" * 300]}), web.folder / "a.parquet")
     (web.folder / INDEX_NAME).write_bytes(make_index(web.folder))
     assert set(stream(web.url(), cache, kind="parquet").take(80).flatten().tolist()) == {0, ord("x")}
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+@pytest.mark.parametrize(
+    ("begin", "what"),
+    [
+        (b"\x93NUMPY\x01\x00v\x00{'descr': '<i8', 'fortran_order': False}\n", "a NumPy array"),
+        (bytes([7, 0, 200, 1]) * 100, "binary: it has bytes of value 0"),  # 16-bit token numbers
+        (gzip.compress(bytes([7, 0, 200, 1]) * 100, mtime=0), "binary: it has bytes of value 0"),
+    ],
+    ids=["npy", "tokens", "packed tokens"],
+)
+def test_a_binary_file_is_refused_from_a_server_as_from_this_machine(
+    web: WebServer, cache: Cache, kind: str, begin: bytes, what: str
+) -> None:
+    for file in web.folder.iterdir():
+        file.unlink()
+    (web.folder / "tokens.bin").write_bytes(begin)
+    with pytest.raises(ConfigError) as here:
+        stream(str(web.folder / "*.bin"), kind=kind).take(1)
+    (web.folder / INDEX_NAME).write_bytes(make_index(web.folder))
+    with pytest.raises(ConfigError) as there:
+        stream(web.url(), cache, kind=kind).take(1)
+    why = f": is not a text file ({what}); allowed: UTF-8 text, plain or compressed by gzip, bzip2, xz or zstd"
+    assert str(here.value) == f"{web.folder / 'tokens.bin'}{why}"
+    assert str(there.value) == f"{web.address}/tokens.bin{why}"
 
 
 # --- the cache ---------------------------------------------------------------------------------------------------

@@ -18,11 +18,20 @@ from peerd.core.run.runfile import DataSection
 CONTEXT = 4
 CODE = """
 import builtins
+import http.client
 import os
 import random
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
+
+class TimeoutException(Exception):
+    __module__ = "httpx"
+
+class ReadTimeout(TimeoutException):
+    __module__ = "httpx"
+
+IncompleteRead = http.client.IncompleteRead
 
 class Letters(IterableDataset):
     def __init__(self, split, seed):
@@ -53,7 +62,7 @@ def shaken(split, seed):
             with open("fails") as file:
                 kind = file.read()
             os.remove("fails")
-            raise getattr(builtins, kind)("of the user's")
+            raise (globals().get(kind) or getattr(builtins, kind))("of the user's")
         yield document
 
 def endless(split, seed):
@@ -137,7 +146,7 @@ def test_what_a_dataset_gets_wrong_is_named(function: str, words: str) -> None:
         stream(function).take(20)
 
 
-@pytest.mark.parametrize("kind", ["ConnectionError", "TimeoutError", "OSError"])
+@pytest.mark.parametrize("kind", ["ConnectionError", "TimeoutError", "OSError", "IncompleteRead", "ReadTimeout"])
 def test_a_function_that_fails_for_a_while_is_asked_again_for_the_same_documents(kind: str) -> None:
     steady, shaken = stream("letters"), stream("shaken")
     failures = []
@@ -151,12 +160,15 @@ def test_a_function_that_fails_for_a_while_is_asked_again_for_the_same_documents
             found = shaken.take(7)
         assert torch.equal(found, expected)
     assert len(failures) > 5
-    words = rf"^data.path mine:shaken, document \d+: the function raised {kind}: of the user's"
+    words = rf"^data.path mine:shaken, document \d+: the function raised {kind}: .+ \(.*mine.py, line \d+\)"
     assert all(re.match(words, failure) for failure in failures)
 
 
 @pytest.mark.parametrize("kind", ["ValueError", "FileNotFoundError", "KeyError"])
 def test_a_function_that_fails_for_good_is_named_with_the_document(kind: str) -> None:
     Path("fails").write_text(kind)
-    with pytest.raises(ConfigError, match=rf"^data.path mine:shaken, document 4: the function raised {kind}: "):
+    words = (
+        rf"^data.path mine:shaken, document 4: the function raised {kind}: .*of the user's.* \(.*mine.py, line \d+\)"
+    )
+    with pytest.raises(ConfigError, match=words):
         stream("shaken")

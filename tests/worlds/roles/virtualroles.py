@@ -44,7 +44,7 @@ T = TypeVar("T")
 def virtual_run(folder: Path, text_bytes: tuple[int, ...], stages: int = 1, **sections: Any) -> RunFile:
     """A run of a tiny model on texts of these sizes, which are made in `folder`; `sections` replace the model's."""
     for i, size in enumerate(text_bytes):
-        text = bytes((7 * i + 13 * j * j + j // 3) % 251 for j in range(size))
+        text = bytes((7 * i + 13 * j * j + j // 3) % 251 or 251 for j in range(size))
         (folder / f"text{i}.txt").write_bytes(text)
     settings: dict[str, Any] = {
         "run": "virtual",
