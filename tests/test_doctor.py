@@ -58,7 +58,7 @@ class Broken:
     own_code: str = ""
 
 
-HUGE = "d_model: 65536, heads: 2, layers: 400"
+HUGE = "d_model: 4096, heads: 2, layers: 8"  # 1.6 thousand million parameters: 40 GB
 BROKEN = [
     Broken("no token", "stage", small(more=TOKENS), "token", "there is none in {tmp}/data/access.token"),
     Broken("another's token", "stage", small(more=TOKENS), "token", "that of peer", ("other", NOW + 1000)),
@@ -78,7 +78,13 @@ BROKEN = [
         "NameError: name 'torsh'",
         own_code="torsh.x",
     ),
-    Broken("too large", "stage", small().replace("d_model: 16, heads: 2, layers: 2", HUGE), "memory", "GB are free"),
+    Broken(
+        "too large",
+        "stage",
+        small(more="limits: {memory_gb: 4}\n").replace("d_model: 16, heads: 2, layers: 2", HUGE),
+        "memory",
+        "limits.memory_gb allows 4.0 GB",
+    ),
 ]
 
 

@@ -6,7 +6,7 @@ the same role and a model of next to nothing shows the memory of peerd and torch
 they train. `steps` is the most that is resident in steps, and `checkpoint` in steps with a checkpoint. `giving` and
 `newcomer` are the most that older peers and a new one have resident while the new one fetches the state and makes its
 first step. `foretold` is what `peerd doctor` and `peerd plan` say of the most in steps. Replicas of kind `half` compute
-in bf16. Linux only.
+in bf16. A stage peer may keep the activations of one microbatch. Linux only.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ NOTHING: Final = {"d_model": 16, "heads": 2, "context": 64}
 LAYERS: Final = {"replica": 8, "stage": 16, "half": 8}  # 25 million parameters in each process
 VOCAB_SIZE: Final = 256  # of bytes
 MOST: Final = {"rest": 22.0, "steps": 28.0, "checkpoint": 28.0, "giving": 28.0}  # bytes a parameter, beside activations
+ACTIVATIONS_MB: Final = 160  # of a stage peer: one microbatch's, as plain torch has; else half of what is free
 MOST_OVER_TORCH: Final = 1.5
 MOST_OFF: Final = 0.1  # measured by foretold
 PATIENCE_S: Final = 600.0
@@ -118,7 +119,8 @@ class Local(Peers):
 
     def _join(self, number: int) -> str:
         if self.kind == "stage":
-            return self._start_role(f"stage-{number}", "stage", {**self.run, "limits": {"stage": number % 2}})
+            limits = {"stage": number % 2, "activations_mb": ACTIVATIONS_MB}
+            return self._start_role(f"stage-{number}", "stage", {**self.run, "limits": limits})
         return self._start_role(f"replica-{number}", "trainer", self.run)
 
     def _start_role(self, name: str, role: str, run: dict[str, Any]) -> str:

@@ -23,8 +23,12 @@ def _holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(footprint, "_held_bytes", lambda: 500 * MB)
 
 
-def test_without_a_limit_a_copy_goes_to_memory_while_there_is_any(tmp_path: Path) -> None:
+def test_without_a_limit_a_small_copy_goes_to_memory_and_a_large_one_to_a_file(tmp_path: Path) -> None:
     assert room_for_copy(limited(0), tmp_path, 3 * MB) is None
+    room = room_for_copy(limited(0), tmp_path, 80 * MB)
+    assert room is not None
+    assert room._is_file
+    assert room_for_copy(limited(0), tmp_path / "missing", 80 * MB) is None
 
 
 def test_a_copy_that_the_machine_has_no_memory_for_goes_to_a_file(
