@@ -20,7 +20,9 @@ from peerd.core.errors import ConfigError, PeerdError
 from peerd.home import Running, forget, notes, socket_path
 
 CALLERS: Final = 8  # at once; the watchers of one user
-ANSWER_TIMEOUT_S: Final = 10.0  # for building a snapshot and sending it
+ANSWER_TIMEOUT_S: Final = 10.0  # for building a snapshot and sending it,
+_MORE_S: Final = 2.0  # and for the daemon to say that it took longer
+_ACCEPT_S: Final = 1.0  # for a daemon that lives to take a connection; one that takes longer is busy
 SNAPSHOT_BYTES: Final = 16 << 20  # a client believes no more than this
 SUPPORTED: Final = hasattr(socket, "AF_UNIX")
 
@@ -68,7 +70,7 @@ class _Quiet:
         self._status.started()
 
 
-def fetch(path: str, *, timeout_s: float = ANSWER_TIMEOUT_S + 2) -> dict[str, Any]:
+def fetch(path: str, *, timeout_s: float = ANSWER_TIMEOUT_S + _MORE_S) -> dict[str, Any]:
     """One snapshot. Raises OSError when nobody answers there, ValueError when the answer is no snapshot."""
     if not SUPPORTED:
         raise ConfigError("this platform has no unix sockets, so a daemon here can't be asked for its status")
@@ -91,7 +93,7 @@ def fetch(path: str, *, timeout_s: float = ANSWER_TIMEOUT_S + 2) -> dict[str, An
 def alive(note: Running) -> bool:
     """True while this daemon still takes connections."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.settimeout(1.0)
+        client.settimeout(_ACCEPT_S)
         try:
             client.connect(note.socket)
         except TimeoutError:

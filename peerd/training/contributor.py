@@ -34,7 +34,8 @@ from peerd.signals import Signal
 
 T = TypeVar("T")  # a microbatch's load
 
-_SYNC_WAIT_S = 2.0
+_SYNC_WAIT_S = 2.0  # for news, at the conductor,
+_ANSWER_S = 8.0  # and for its answer beyond that
 _PUBLISH_S = 3.0
 _PUBLISH_RARELY_S = 15.0  # a quarter of a record's life
 _RECORD_TTL_S = 60.0
@@ -157,7 +158,7 @@ class Contributor(Generic[T]):
                     self._idle = scope if not self.books.news() else None
                     asked = trio.current_time()
                     answer = await self._following.ask(
-                        "swarm/6/trainer", self._report, TrainerAnswer, _SYNC_WAIT_S + 8.0
+                        "swarm/6/trainer", self._report, TrainerAnswer, _SYNC_WAIT_S + _ANSWER_S
                     )
                     self._idle = None
                     if self._said:

@@ -50,6 +50,7 @@ from peerd.machine.swarm.roster import Roster
 _IDLE_S = 5.0  # between looks where nothing is due
 _LATE_LOOK_S = 1.0  # between looks at a full batch: a trainer may be late
 _NEWCOMERS_LOOK_S = 0.2  # the same, while it waits for newcomers alone
+_SOONEST_S = 0.01  # before the next look, whatever is due
 _NAMED_LATE = 3  # of the trainers that a step waits for
 
 
@@ -133,7 +134,7 @@ class Conductor:
         if self.phase is Phase.OPEN and self.batches.due.full:
             waits = self.batches.trainers.newcomers.are_waited_for
             due = min(due, now + (_NEWCOMERS_LOOK_S if waits else _LATE_LOOK_S))
-        return max(due, now + 0.01)
+        return max(due, now + _SOONEST_S)
 
     # --- what others may see ----------------------------------------------------------------------------------
 

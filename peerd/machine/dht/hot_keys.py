@@ -32,7 +32,8 @@ _LIFETIME_S = 480.0  # of a copy right beside the key's holders
 _LEAST_S = 1.0  # a copy that is of use for less is not worth a look-up
 _ASKERS = 4
 _AT_ONCE = 8
-_LOOKUPS_PER_PLACE = 16
+_LOOKUPS_PER_PLACE = 16  # within
+_MINUTE_S = 60.0
 _PLACES = 1024  # of which look-ups are counted
 
 
@@ -93,7 +94,7 @@ class HotKeys:
             or len(self._under_way) >= _AT_ONCE
         ):
             return False
-        begun = [at for at in self._begun.get(place, ()) if now - at < 60.0]
+        begun = [at for at in self._begun.get(place, ()) if now - at < _MINUTE_S]
         if len(begun) >= _LOOKUPS_PER_PLACE:
             return False
         self._begun[place] = [*begun, now]

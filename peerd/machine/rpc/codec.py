@@ -53,6 +53,7 @@ from peerd.core.messages.encoding import decode, encode
 
 REQUEST, OPEN, REPLY, PART, END, ERROR, CANCEL = 1, 2, 3, 4, 5, 6, 7
 
+_LEAST_MS = 1  # that a call may take, as it is written
 _HEAD = struct.Struct(">IBBQ")
 _CALL = struct.Struct(">IB")
 HEAD_BYTES = _HEAD.size
@@ -106,7 +107,7 @@ def encode_call(
     kind: int, call_id: int, name: bytes, timeout_s: float, body: bytes, headers: bytes = b"", frames: int = 0
 ) -> bytes:
     """A REQUEST or OPEN up to its payloads. `headers` are those of its `frames` frames, joined."""
-    timeout_ms = max(1, int(min(timeout_s, RPC_ROUND_DEADLINE_S) * 1000))
+    timeout_ms = max(_LEAST_MS, int(min(timeout_s, RPC_ROUND_DEADLINE_S) * 1000))
     size = len(headers) + _CALL.size + len(name) + len(body)
     if not frames:
         return _HEAD_AND_CALL.pack(size, kind, 0, call_id, timeout_ms, len(name)) + name + body

@@ -60,6 +60,7 @@ _AT_ONCE: Final = 8  # records that are published
 _CALLED: Final = 32  # holders that one look calls to see where they are, those of known owners first
 _RELAYED: Final = "behind relays"
 _SAID_AGAIN_S: Final = 600.0  # before the same fault of a peer is a warning again
+_PATIENCE_S, _PATIENCE_MOST_S = 1.0, 10.0  # with a peer, at least and at most
 _NOTHING: Final = PieceWanted(bytes(DIGEST_BYTES), 0)
 
 
@@ -106,7 +107,7 @@ class KeptDirectory:
         self._fingerprint = fingerprint(run)
         self._peer, self._worker = peer, worker
         # A peer that was lost holds up whoever asks it; what was found, or told, by then has to do.
-        self._patience_s = min(10.0, max(1.0, run.experts.announce_s / 8))
+        self._patience_s = min(_PATIENCE_MOST_S, max(_PATIENCE_S, run.experts.announce_s / 8))
         self._ttl_s = max(3 * run.experts.announce_s, 5.0)
         self._genuine = BoundedDict[bytes, None](4 * KEPT_EXPERTS)  # pointers whose signatures were checked
         self._forged = BoundedDict[bytes, None](KEPT_EXPERTS)

@@ -23,6 +23,7 @@ from peerd.service.pipeline.next_stage import PASS, RELAY
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 
 _AGAIN_S: Final = 0.3
+_LEAST_S: Final = 0.01  # for a call whose time is over: it ends by itself
 DECLARED: Final = {
     RELAY: Declaration(
         shows=Shows.TICKET,
@@ -89,7 +90,7 @@ class Relaying:
             self._relayed.remove(hop)
 
     async def _carry(self, call: Incoming[CarryOn], body: CarryOn) -> Answer[Any]:
-        left_s = max(0.01, call.deadline - trio.current_time())
+        left_s = max(_LEAST_S, call.deadline - trio.current_time())
         peer = PeerId.parse(body.to)
         answer = await self._rpc.call(peer, PASS, body.passed, Passed, frames=call.frames, timeout_s=left_s)
         self.relayed += 1

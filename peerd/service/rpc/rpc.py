@@ -43,6 +43,7 @@ from peerd.service.rpc.types import Answer, Gate, Incoming, RpcHost, RpcStream
 
 __all__ = ["Answer", "CallStream", "Encoded", "Incoming", "Rpc"]
 
+_AGAIN_S = 1.0  # before deadlines are looked at again, where a look fails
 B = TypeVar("B", bound=msgspec.Struct)
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -352,7 +353,7 @@ class Rpc:
         while True:
             with trio.CancelScope(deadline=self._due) as self._timer:
                 await trio.sleep_forever()
-            self._due = self._now() + 1.0  # where looking fails
+            self._due = self._now() + _AGAIN_S
             await self._host.supervise(self._look, lambda: "the deadlines of calls")
 
     async def _look(self) -> None:
