@@ -323,6 +323,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.training.checkpoints.checkpoint_recovery._PROOFS_S": AGAIN,
     "peerd.training.checkpoints.evidence_store._LAST_S": LEAVING,
     "peerd.training.stage.post._BRANCH_S": BYTES,
+    "peerd.training.checkpoints.stage_checkpoints._SLOW_DISK_BYTES_PER_S": BYTES,
     "peerd.training.stage.post._SLOW_DISK_BYTES_PER_S": BYTES,
     "roles.backbone._ANNOUNCE_S": PAUSE,
     "peerd.machine.state.catch_up_pace._FIRST_PAUSE_S": REST,

@@ -144,7 +144,7 @@ async def start_peer(
     dht = Dht(host, rpc, clock, keypair(name))
     await hosts.nursery.start(rpc.run)
     await hosts.nursery.start(dht.run, [hosts.addr(first)] if name != first else [])
-    workers = {device: InlineWorker() for device in ("cpu", "files", "data", "coding")}
+    workers = {device: InlineWorker() for device in ("cpu", "files", "data", "held-out", "coding")}
     (folder / name).mkdir()
     ctx = RoleContext(
         run=run,

@@ -188,7 +188,7 @@ class Swarm:
                 await nursery.start(net.run, [self.network.listen(name)], self.entry)
                 log = EventLog(net.clock)
                 workers: dict[str, Worker] = {}
-                for device in ("cpu", "files", "data", "coding"):
+                for device in ("cpu", "files", "data", "held-out", "coding"):
                     workers[device] = await stack.enter_async_context(self.network.worker(device))
                 built = role(
                     RoleContext(

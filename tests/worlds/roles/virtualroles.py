@@ -140,7 +140,9 @@ class Roles:
         """Run a role on a network that stands."""
         directory = self.directory / node.name
         directory.mkdir(parents=True, exist_ok=True)
-        workers = {name: self.worker() for name in ("cpu", "files", "data", "coding", "planning", "digests", "held-out")}
+        workers = {
+            name: self.worker() for name in ("cpu", "files", "data", "coding", "planning", "digests", "held-out")
+        }
         self.logs[node.name] = log = EventLog(node.clock)
         self.devices[node.name] = workers["cpu"]
         ctx = RoleContext(
