@@ -27,7 +27,7 @@ from peerd.core.messages.swarm import MemberInfo, Position
 from peerd.core.run.runfile import ModelSection, OptimizerSection, PipelineSection, RunFile
 from peerd.log import EventLog
 from peerd.sim.clock import SimClock
-from peerd.training.catchup import catch_up
+from peerd.training.catchup import catch_up, step_totals
 from peerd.training.catchup.catch_up import CatchingUp
 from peerd.training.catchup.step_totals import Leap, Totals
 from tests.worlds.network.hosts import keypair
@@ -301,6 +301,20 @@ async def test_the_memory_of_totals_that_were_moved_is_free_again(tmp_path: Path
     found = totals.after(at(1))
     assert found is not None
     assert np.array_equal(found.total, leap(1, BIG_BYTES // 4).total)
+
+
+async def test_the_newest_total_leaves_the_memory_as_well_if_it_is_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    totals = kept_totals(3)
+    await totals.put_out(tmp_path, Files())
+    assert totals.memory_bytes == leap(2).nbytes
+    monkeypatch.setattr(step_totals, "_LARGE_BYTES", 1)
+    await totals.put_out(tmp_path, Files())
+    assert totals.memory_bytes == 0
+    found = totals.after(at(2))
+    assert found is not None
+    assert np.array_equal(found.total, leap(2).total)
 
 
 @LINUX

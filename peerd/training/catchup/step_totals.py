@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -25,6 +25,8 @@ from peerd.core.messages.swarm import Position
 from peerd.core.work import Worker
 from peerd.service.state.snapshot import StateItem
 from peerd.service.state.state_room import StateRoom
+
+_LARGE_BYTES: Final = 64 << 20
 
 
 class Leap(NamedTuple):
@@ -97,9 +99,12 @@ class Totals:
             del self._leaps[next(iter(self._leaps))]
 
     async def put_out(self, folder: Path, files: Worker) -> None:
-        """Move all totals but the newest from memory to files in `folder`, one after the other."""
+        """Move all totals from memory to files in `folder`, one after the other; of small ones the newest stays."""
         self._put_out &= self._leaps.keys()
-        for before in list(self._leaps)[:-1]:
+        newest = next(reversed(self._leaps), None)
+        for before in list(self._leaps):
+            if before == newest and self._leaps[before].nbytes < _LARGE_BYTES:
+                continue
             leap = self._leaps.get(before)
             if leap is None or before in self._put_out:
                 continue
