@@ -221,6 +221,7 @@ async def test_the_step_that_a_run_ends_with_is_kept_once(autojump_clock: object
     assert kept.due(58, 60), "trainers' records are older"
     kept._savings[0].positions.append(at(60))
     assert not kept.due(60, 60)
+    assert not kept.due(58, 60)
 
 
 async def test_attempts_that_fail_come_at_longer_and_longer_intervals(autojump_clock: object) -> None:

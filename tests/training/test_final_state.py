@@ -123,6 +123,19 @@ async def test_a_backbone_that_fetches_nothing_is_not_waited_for_for_ever(autoju
     assert scene.events == ["final.not_kept"]
 
 
+async def test_a_backbone_that_ends_is_not_waited_for(autojump_clock: MockClock) -> None:
+    scene = Scene(Directory())
+
+    async def expire() -> None:
+        await trio.sleep(20.0)
+        scene.directory.keeping = frozenset()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(expire)
+        assert 20.0 < await scene.leave() < 25.0
+    assert scene.events == ["final.not_kept"]
+
+
 @pytest.mark.parametrize("keeping", [False, True])
 async def test_where_a_member_with_the_state_stays_a_loop_leaves_at_once(
     keeping: bool, autojump_clock: MockClock

@@ -90,7 +90,7 @@ class FinalState:
             self._ctx.log.event("final.not_fetched", level="warning", reason=told)
 
     async def _until_kept(self, enough: Callable[[], bool]) -> None:
-        """Wait for a backbone that keeps the run's checkpoints to have the last one; or until `enough`."""
+        """Wait until a backbone that keeps the run's checkpoints has the last one, or until `enough`, or it is gone."""
         post, directory = self._replica.post, self._services.directory
         assert post is not None
         await directory.refresh()
@@ -101,8 +101,11 @@ class FinalState:
         def keepers() -> list[PeerId]:
             return directory.keepers(post.state.position)
 
-        kept = await self._while_bytes_flow(lambda: bool(keepers()) or enough(), lambda: post.catching_up.given_bytes)
-        if not kept:
+        def is_over() -> bool:
+            return bool(keepers()) or enough() or not directory.keeping
+
+        await self._while_bytes_flow(is_over, lambda: post.catching_up.given_bytes)
+        if not keepers() and not enough():
             kept_here = post.state.keeps_checkpoints
             place = f"it is in {post.saving.directory}" if kept_here else "without data_dir nobody has it"
             told = f"no backbone has fetched {self._what}: {place}"
