@@ -61,7 +61,7 @@ def test_lines_that_nobody_states_are_measured_and_shares_become_right_by_themse
             for peer, found in zip(ids, ask(peers, do="line"), strict=True):
                 line = LineInfo("node", found["up"], found["down"], 2 * VALUES, "float32", 0, True, True)
                 lines.tell(peer, 0, line)
-            split = grouping.order(0, tuple(sorted(ids))).split
+            split = grouping.order(0, tuple(sorted(ids))).groups[0].split
             shares = dict.fromkeys(ids, 0.25)
             if split is not None:
                 shares = dict.fromkeys(ids, 0.0) | {party.peer: party.share for party in split.parties}
