@@ -21,7 +21,7 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.clock import Clock
 from peerd.core.errors import NOT_CONDUCTING, Refused, RemoteError
 from peerd.core.ids import PeerId
-from peerd.core.limits import LOOKED_AT_PEERS, SUSPECTS
+from peerd.core.limits import LOOKED_AT_PEERS, SLOW_LINE_BYTES_PER_S, SUSPECTS
 from peerd.core.messages.proof import has_received
 from peerd.core.messages.swarm import Conducts, Mb, Position, Receipt
 from peerd.machine.conductor.conductor import Conductor
@@ -45,7 +45,6 @@ _LOOK_FOR_S = 3.0  # for a member to answer, before the new conductor decides wi
 _INSISTS_S = 8.0  # that a peer asks one that is conducted by another: in that time it has asked many in the order
 _PROOFS = 16  # members that are asked for proofs in one look, side by side
 _ASKED_AGAIN_S = 20.0  # between two such questions to one peer about one position
-_SLOW_LINE_BYTES_PER_S = 125e3  # of a member that fetches a checkpoint: 1 Mb/s
 _FORGOTTEN_S = 12.0  # between two calls, and it asks anew
 
 
@@ -128,7 +127,7 @@ class Duty:
 
     def _new_tenure(self) -> Tenure:
         own, now = self._following.own, trio.current_time()
-        fetch_s = 2 * self.state_bytes / _SLOW_LINE_BYTES_PER_S
+        fetch_s = 2 * self.state_bytes / SLOW_LINE_BYTES_PER_S
         sizes = replace(self._config.conductor, work=self.work, fetch_s=fetch_s)
         if self.term > 1:  # a run that is on its way: its members are known, and will soon report
             sizes = replace(sizes, gather_s=_TAKE_OVER_GATHER_S)

@@ -19,14 +19,13 @@ from peerd.compute.checkpoint import Checkpoints, Manifest
 from peerd.compute.frozen_state import FrozenState
 from peerd.compute.run_record import write_record
 from peerd.core.errors import ConfigError, GivenUp, NoMemory, PeerdError
-from peerd.core.limits import SAVED_TOLD
+from peerd.core.limits import SAVED_TOLD, SLOW_DISK_BYTES_PER_S
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import disk_bytes
 from peerd.role import RoleContext
 from peerd.signals import Signal
 
-_HANGS_S = 30.0  # that writing a checkpoint takes before `problem` reports it, beside
-_SLOW_DISK_BYTES_PER_S = 10e6  # what its bytes take on a slow disk
+_HANGS_S = 30.0  # that writing a checkpoint takes before `problem` reports it, beside its bytes
 
 
 class Saving:
@@ -65,7 +64,7 @@ class Saving:
         if self._writing is not None:
             position, begun, state = self._writing
             for_s = trio.current_time() - begun
-            if for_s > _HANGS_S + state.nbytes / _SLOW_DISK_BYTES_PER_S:
+            if for_s > _HANGS_S + state.nbytes / SLOW_DISK_BYTES_PER_S:
                 return f"{self.directory} has not taken the checkpoint of step {position.step} for {for_s:.0f} s"
         return self._failed
 

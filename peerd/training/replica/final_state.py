@@ -17,12 +17,12 @@ from typing import Final
 import trio
 
 from peerd.core.ids import PeerId
+from peerd.core.limits import SLOW_LINE_BYTES_PER_S
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.training.stage.member import StageMember
 
 _SILENT_S: Final = 120.0  # without a piece of a state, which takes its time on a slow line
-_SLOW_LINE_BYTES_PER_S: Final = 125_000.0
 _LOOK_S: Final = 1.0
 
 
@@ -140,7 +140,7 @@ class FinalState:
         assert post is not None
         size = sum(spec.nbytes for spec in await post.state.work(post.state.model.outline, "outline the state"))
         before, since = count(), trio.current_time()
-        with trio.move_on_after(_SILENT_S + 2 * size / _SLOW_LINE_BYTES_PER_S):
+        with trio.move_on_after(_SILENT_S + 2 * size / SLOW_LINE_BYTES_PER_S):
             while not done():
                 if count() != before:
                     before, since = count(), trio.current_time()

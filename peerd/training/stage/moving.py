@@ -19,6 +19,7 @@ import trio
 
 from peerd.compute.model.footprint import footprint, lacking
 from peerd.core.errors import PeerdError, Refused
+from peerd.core.limits import SLOW_LINE_BYTES_PER_S
 from peerd.core.model.stage_memory import StageFootprint
 from peerd.core.run.runfile import RunFile
 from peerd.machine.rebalance.ordered_moves import AGAIN_S
@@ -29,7 +30,6 @@ from peerd.signals import Signal
 from peerd.training.stage.post import Post
 
 _READY_WITHIN_S: Final = 600.0  # for the new stage's state, beside what its bytes take,
-_SLOW_LINE_BYTES_PER_S: Final = 125e3  # on a line of 1 Mb/s
 _LOOK_S: Final = 5.0  # between looks at what has come
 _LAST_STEP_S: Final = 120.0  # for the step under way to end, once the new post serves
 
@@ -149,7 +149,7 @@ class Relocating:
         """Enter `target` and get ready there; returns what was in the way."""
         try:
             size = await self._size_of(target)
-            most_s = _READY_WITHIN_S + size.checkpoint_bytes / _SLOW_LINE_BYTES_PER_S
+            most_s = _READY_WITHIN_S + size.checkpoint_bytes / SLOW_LINE_BYTES_PER_S
             with trio.move_on_after(most_s):
                 return await self._get_ready(await self._member.enter(target))
         except PeerdError as error:

@@ -19,7 +19,7 @@ import trio
 
 from peerd.compute.model.served_stage import ServedStage
 from peerd.core.errors import ProtocolViolation, Refused, RemoteError
-from peerd.core.limits import MICROBATCHES
+from peerd.core.limits import MICROBATCHES, SLOW_DISK_BYTES_PER_S
 from peerd.core.messages.contributions import Rest
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.progress import StageProgress
@@ -51,7 +51,6 @@ from peerd.training.stage_works import stage_works
 _LEAVE_PATIENCE_S: Final = 4.0
 _LIST_S: Final = 2.0  # for the conductor to say who is left
 _BRANCH_S: Final = 30.0  # for the disk to take a checkpoint of what nobody else may have,
-_SLOW_DISK_BYTES_PER_S: Final = 10e6  # beside what its bytes may take
 
 
 class Post:
@@ -221,7 +220,7 @@ class Post:
         The last two holders of a state may leave at the same time, so the conductor is asked who is left after our
         goodbye. It ends in time though the device or the disk may hang.
         """
-        disk_s = _BRANCH_S + self._state_bytes / _SLOW_DISK_BYTES_PER_S
+        disk_s = _BRANCH_S + self._state_bytes / SLOW_DISK_BYTES_PER_S
         self._write_until = trio.current_time() + disk_s
         try:
             with trio.move_on_after(disk_s):
@@ -337,7 +336,7 @@ class Post:
         """
         if self.state.position == position:
             await self.state.save()
-            with trio.move_on_after(_BRANCH_S + self._state_bytes / _SLOW_DISK_BYTES_PER_S):
+            with trio.move_on_after(_BRANCH_S + self._state_bytes / SLOW_DISK_BYTES_PER_S):
                 await self.saving.written()
             self.saving.hold(position)
 
