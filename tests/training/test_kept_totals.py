@@ -309,7 +309,7 @@ async def test_the_newest_total_leaves_the_memory_as_well_if_it_is_large(
     totals = kept_totals(3)
     await totals.put_out(tmp_path, Files())
     assert totals.memory_bytes == leap(2).nbytes
-    monkeypatch.setattr(step_totals, "_LARGE_BYTES", 1)
+    monkeypatch.setattr(step_totals, "WORTH_A_FILE_BYTES", 1)
     await totals.put_out(tmp_path, Files())
     assert totals.memory_bytes == 0
     found = totals.after(at(2))

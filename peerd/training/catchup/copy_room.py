@@ -8,14 +8,11 @@ one goes to memory, as does one that the disk cannot take, if there is memory.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 from peerd.compute.model.footprint import lacking_for_call, spare_bytes
 from peerd.core.errors import NoMemory
 from peerd.core.run.runfile import RunFile
-from peerd.service.state.state_room import StateRoom
-
-_LARGE_BYTES: Final = 64 << 20
+from peerd.service.state.state_room import WORTH_A_FILE_BYTES, StateRoom
 
 
 def room_for_copy(run: RunFile, folder: Path, size: int) -> StateRoom | None:
@@ -24,7 +21,7 @@ def room_for_copy(run: RunFile, folder: Path, size: int) -> StateRoom | None:
     """
     limited = run.limits.memory_gb > 0
     fits = not limited and lacking_for_call(run, size) is None
-    if fits and size < _LARGE_BYTES:
+    if fits and size < WORTH_A_FILE_BYTES:
         return None
     try:
         return StateRoom(size, folder, needs_file=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -24,9 +24,7 @@ from peerd.core.messages.state import TensorSpec
 from peerd.core.messages.swarm import Position
 from peerd.core.work import Worker
 from peerd.service.state.snapshot import StateItem
-from peerd.service.state.state_room import StateRoom
-
-_LARGE_BYTES: Final = 64 << 20
+from peerd.service.state.state_room import WORTH_A_FILE_BYTES, StateRoom
 
 
 class Leap(NamedTuple):
@@ -103,7 +101,7 @@ class Totals:
         self._put_out &= self._leaps.keys()
         newest = next(reversed(self._leaps), None)
         for before in list(self._leaps):
-            if before == newest and self._leaps[before].nbytes < _LARGE_BYTES:
+            if before == newest and self._leaps[before].nbytes < WORTH_A_FILE_BYTES:
                 continue
             leap = self._leaps.get(before)
             if leap is None or before in self._put_out:
