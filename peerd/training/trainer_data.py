@@ -45,8 +45,13 @@ class TrainerData:
         self._token_dtype = torch.int64
         self._told = 0  # rows left out, as far as the log says
         self.skipped = 0
-        self.problem: str | None = None
+        self._problems: dict[str, str] = {}  # of each job that is tried again
         self.preparing: str | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """Reason that the text cannot be read now; None if nothing waits for it."""
+        return next(iter(self._problems.values()), None)
 
     async def open(self) -> None:
         """Open the text where this peer's last stream ended; ConfigError if it cannot serve."""
@@ -130,12 +135,12 @@ class TrainerData:
             try:
                 found = await (worker or self._worker).run(job, name=name)
             except DataUnavailable as error:
-                self.problem = str(error)
+                self._problems[name] = str(error)
                 self._ctx.log.event("data.unavailable", level="warning", reason=str(error), again_in_s=pause_s)
                 await trio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_RETRY_S)
             else:
-                self.problem = None
+                self._problems.pop(name, None)
                 return found
 
     def _open(self) -> SampleStream:

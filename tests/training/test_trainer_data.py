@@ -12,13 +12,16 @@ from typing import TypeVar, cast
 import msgspec
 import pytest
 import trio
+import trio.testing
 from trio.testing import MockClock
 
+from peerd.compute.data.http_fetch import DataUnavailable
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import DataSection, ModelSection, PipelineSection, RunFile
 from peerd.core.work import read_at_once
 from peerd.log import EventLog
 from peerd.role import RoleContext
+from peerd.service.pipeline.load import Load
 from peerd.sim.clock import SimClock
 from peerd.training.trainer_data import LONGEST_RETRY_S, RETRY_S, TrainerData
 from roles.trainer import TrainerRole
@@ -163,8 +166,31 @@ async def test_samples_are_taken_while_held_out_ones_wait_for_the_end_of_a_file(
         nursery.start_soon(data.held_out)
         await trio.sleep(1)
         with trio.fail_after(5):
-            await data.take()
+            taken = await data.take()
+        assert taken.tokens.shape == (4, 8)
         nursery.cancel_scope.cancel()
+
+
+async def test_a_problem_stays_until_the_job_that_has_it_succeeds(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, _ = data_of(run_on(str(files_of(tmp_path / "texts"))), tmp_path / "peer")
+    await data.open()
+    down = True
+
+    def held_out() -> list[Load]:
+        if down:
+            raise DataUnavailable("the server is down")
+        return []
+
+    monkeypatch.setattr(data, "_take_held_out", held_out)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(data.held_out)
+        await trio.testing.wait_all_tasks_blocked()
+        await data.take()
+        assert data.problem == "the server is down"
+        down = False
+    assert data.problem is None
 
 
 async def test_a_trainer_that_leaves_says_goodbye_though_the_position_cannot_be_saved(
