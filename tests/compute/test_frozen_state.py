@@ -84,11 +84,16 @@ def test_nothing_is_copied_until_the_parameters_change_and_then_only_what_is_lef
 
 def test_a_state_that_nobody_reads_any_more_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     changes = Changes()
-    frozen = FrozenState(live(), changes)
+    frozen, copied = FrozenState(live(), changes), list[Tensor]()
+    monkeypatch.setattr(Tensor, "to", lambda tensor, *_, **__: copied.append(tensor) or tensor.clone())
     del frozen
-    monkeypatch.setattr(Tensor, "to", None)
     with changes.one():
         pass
+    assert copied == []
+    kept = FrozenState(live(), changes)
+    with changes.one():
+        pass
+    assert len(copied) == len(kept.specs)
 
 
 def test_a_change_goes_on_without_memory_for_the_copy_and_the_reader_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
