@@ -43,7 +43,7 @@ class MappedRoom(Protocol):
         ...
 
 
-MakeRoom = Callable[[int], MappedRoom | None]  # of so many bytes; None: they may lie in memory. Raises NoMemory
+MakeRoom = Callable[[int], MappedRoom | None]  # bytes -> room, or None to use memory. Raises NoMemory
 
 
 class FrozenState:
@@ -56,8 +56,9 @@ class FrozenState:
         make_room: MakeRoom | None = None,
         room: MappedRoom | None = None,
     ) -> None:
-        """`changes` reports each change of the live tensors; None if they never change. `make_room` makes room for a
-        copy, in the thread that changes them; None: it is made in memory. `room`: where tensors lie that never change.
+        """`changes` reports each change of the live tensors; None if they never change. `make_room` provides room
+        for a copy, in the thread that changes them; by default the copy uses memory. `room` holds tensors that never
+        change.
         """
         self.specs = [TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in sorted(state.items())]
         self._tensors: list[Tensor | None] = [tensor.detach() for _, tensor in sorted(state.items())]

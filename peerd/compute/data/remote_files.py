@@ -52,7 +52,7 @@ def default_folder() -> Path:
 
 
 class Cache:
-    """A folder for fetched files of at most `most_bytes` together. Threads may share it; they wait for a file apart."""
+    """A folder for fetched files of at most `most_bytes` together. Threads may share it."""
 
     def __init__(self, folder: Path, most_bytes: int = CACHE_BYTES, downloader: Downloader | None = None) -> None:
         self.folder, self.most_bytes = folder, most_bytes
@@ -61,7 +61,7 @@ class Cache:
         self._changed = threading.Condition()  # of all fetches
         # (key of a source, thread that reads it) -> SHA-256 of the file that was opened last
         self._read: dict[tuple[str, int], str] = {}
-        self._choosing = threading.Lock()  # held while fetches are begun and ended, never for a file's bytes
+        self._choosing = threading.Lock()  # held while fetches begin and end, at most _LAST_BYTES_S
 
     def open(self, url: str, file: IndexedFile, key: str) -> BinaryIO:
         """The file, which is fetched if it is not here; ConfigError or DataUnavailable when that is not possible.

@@ -60,7 +60,7 @@ class EarlierParameters:
             self._pop()
 
     def let_go_oldest(self) -> bool:
-        """Free the oldest copy; False if there is none."""
+        """Free the oldest copy. Returns False if no copy is left."""
         while self._kept:
             if self._pop():
                 return True

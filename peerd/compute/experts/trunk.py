@@ -101,7 +101,7 @@ class TrunkModule(StageModule):
         self._earlier.let_go_before(self.step - self.most_stale)
 
     def _copied(self) -> Tensor | None:
-        """A copy of the parameters, for which the oldest ones are let go where memory is short; None: there is none."""
+        """Copy the parameters. Frees the oldest copies first if memory is short; returns None if that is not enough."""
         while not self._has_room():
             if not self._earlier.let_go_oldest():
                 return None
