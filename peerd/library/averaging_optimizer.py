@@ -77,7 +77,7 @@ class AveragingOptimizer:
     receive, in Mb/s; its share of averaging follows them; 0: no limit. `organizer`: the peer id of the organizer whose
     tokens let peers in; `token`: the file with this peer's, without it access.token in `data_dir`. `save_steps`: global
     steps between two checkpoints, here (with `data_dir`) and on backbones that keep the run; the last step is kept,
-    too. `log_level`: what else to write to stderr; None: nothing.
+    too. `log_level`: level of further lines on stderr, or None for no further lines.
     """
 
     _thread: threading.Thread | None = None

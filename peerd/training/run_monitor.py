@@ -48,7 +48,7 @@ class RunSight:
     stages: list[list[PeerId]]  # the peers that announce each stage
     newcomers: list[Newcomer]
     due_in_s: float | None = None  # until the step under way should end; None: unknown
-    final_step: int | None = None  # the step that the run ends with, as far as its peers know; None: it goes on
+    final_step: int | None = None  # last step of the run by its peers' reports; None while it goes on
 
 
 class Watching:

@@ -55,7 +55,7 @@ Judge = Callable[[TrunkModule, Mapping[Uid, HostedExpert]], float]
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """What the trainers live with. `in_flight`: microbatches of all together; `delay_s`: of each, there and back."""
+    """Conditions of the network. `in_flight`: microbatches of all trainers; `delay_s`: round trip of a microbatch."""
 
     in_flight: int
     delay_s: float

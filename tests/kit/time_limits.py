@@ -26,7 +26,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What is to be known of all modules before one is searched."""
+    """Facts on all modules that the search of one module needs."""
 
     positions: Mapping[str, Collection[int]]  # where functions take a time limit, by their names
     fields: Mapping[str, Collection[str]]  # fields of classes that have numbers, as module.name, by their names

@@ -117,8 +117,8 @@ class FetchPlan:
     """Settings of a download.
 
     `donors` tells those there are now; `chosen` is told what is fetched once that is decided, `notes` what happens, in
-    words; `folder` is where the state lies meanwhile; None: in memory alone. `needs_file`: fail if the folder has no
-    room for it.
+    words; `folder` stores the state meanwhile; by default memory does. `needs_file`: fail if the folder has no room
+    for it.
     """
 
     methods: Methods
@@ -159,7 +159,7 @@ class Fetching:
         return [peer.text for peer in self._plan.donors()]
 
     async def run(self) -> BegunDownload:
-        """The whole state, each piece checked. RemoteError says why there is none now, NoMemory why it has no room."""
+        """Fetch the whole state and check each piece. Raises RemoteError if no donor has it, or NoMemory."""
         began = trio.current_time()
         async with trio.open_nursery() as nursery:
             self._nursery = nursery

@@ -63,7 +63,7 @@ class Fetcher:
     async def fetch(
         self, donors: Donors, request: StateRequest, expected: Sequence[TensorSpec | StateItem], worker: Worker
     ) -> tuple[Position, list[StateItem]]:
-        """The state that most of `donors` vouch for, whole; RemoteError says why there is none now, NoMemory that there
+        """Fetch the state that most of `donors` vouch for. Raises RemoteError if no donor has it, NoMemory if there
         is no room for it.
 
         `donors`: peers, or a function that tells those there are, which is asked again while the download goes on.
@@ -76,7 +76,7 @@ class Fetcher:
     async def fetch_with_room(
         self, donors: Donors, request: StateRequest, expected: Sequence[TensorSpec | StateItem], worker: Worker
     ) -> Fetched:
-        """As `fetch`, with the room that the state lies in, for whoever reads it piece by piece."""
+        """As `fetch`; also returns the room that stores the state, so that the caller can read it piece by piece."""
         layout = StateLayout(expected)
         async with self._lock:
             honest = partial(self._honest, donors)

@@ -116,7 +116,7 @@ class Keeping:
         return every > 0 and step // every > last // every
 
     def _last_up_to(self, step: int) -> int:
-        """The newest step that is kept, of those up to `step`; 0: there is none."""
+        """Newest kept step that is not after `step`, or 0 if none is kept."""
         return max((p.step for p in self.kept if p.step <= step), default=0)
 
     async def keep(self, step: int, donors: Sequence[Sequence[PeerId]]) -> Position | None:

@@ -129,7 +129,7 @@ class FinalState:
 
     @property
     def _what(self) -> str:
-        """What is waited for to be had by others, in words."""
+        """Text on the state that others must have before this peer leaves."""
         post, total = self._replica.post, self._services.run.optimizer.total_steps
         assert post is not None
         return "the finished model" if post.step == total else f"the state of step {post.step}"

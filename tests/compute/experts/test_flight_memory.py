@@ -1,4 +1,4 @@
-"""What is foretold of the memory of microbatches under way is what they hold, at its most."""
+"""The memory estimate for microbatches under way equals the most that they hold."""
 
 from __future__ import annotations
 
