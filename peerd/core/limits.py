@@ -66,6 +66,7 @@ RPC_IDLE_S: Final = 120.0  # a shared stream that nobody used for so long is clo
 
 # --- state download --------------------------------------------------------------------------------------------
 STATE_PIECE_BYTES: Final = 1 << 20  # part of the protocol: what is checked, and sent again, by itself
+WORTH_A_FILE_BYTES: Final = 64 << 20  # copies, totals and residuals of that size lie in files, smaller ones in memory
 STATE_PIECES: Final = FRAME_BYTES // 32  # their digests travel as one frame: states of up to 8 TiB
 STATE_DONORS: Final = 8  # donors that a newcomer asks at once; each freezes a copy of its state for it
 STATE_PIECES_PER_DONOR: Final = 8  # asked of one donor at once, as many as there are idle lanes (RPC_LANES)

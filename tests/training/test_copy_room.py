@@ -1,7 +1,10 @@
-"""A copy of a state goes to a file under a limit of memory; without a disk it goes to memory that is left, if any."""
+"""A copy of a state goes to a file under a limit of memory; without a disk it goes to memory that is left, if any. So
+does a large residual, which stays in memory while rounds are short.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import pytest
 from peerd.compute.model import footprint
 from peerd.core.errors import NoMemory
 from peerd.core.run.runfile import LimitsSection, RunFile
-from peerd.training.catchup.copy_room import room_for_copy
+from peerd.training.catchup.copy_room import room_for_copy, room_for_residual
 
 MB = 1_000_000
 
@@ -53,3 +56,32 @@ def test_under_a_limit_and_without_a_disk_a_copy_goes_to_memory_that_is_surely_l
     assert room_for_copy(limited(0.6), tmp_path / "missing", 30 * MB) is None
     with pytest.raises(NoMemory, match=r"takes 40\.0 MB, limits\.memory_gb allows 0\.6 GB, and .*: No such file"):
         room_for_copy(limited(0.6), tmp_path / "missing", 40 * MB)
+
+
+LARGE = 80 * MB
+
+
+def test_a_large_residual_lies_in_a_file_unless_rounds_are_short_and_memory_is_spare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_file(gb: float, size: int, round_s: float) -> bool:
+        room = room_for_residual(limited(gb), tmp_path, size, round_s)
+        assert room is None or len(room.row) == size
+        return room is not None and room._is_file
+
+    assert not in_file(0, 3 * MB, 600)
+    assert in_file(0, LARGE, math.inf)  # no round was made yet
+    assert in_file(0, LARGE, 90)
+    assert not in_file(0, LARGE, 20)
+    assert in_file(10, LARGE, 20)
+    monkeypatch.setattr("peerd.training.catchup.copy_room.lacking_for_call", lambda *_: "no memory")
+    assert in_file(0, LARGE, 20)
+
+
+def test_a_residual_that_the_disk_cannot_take_lies_in_memory_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = room_for_residual(limited(0), tmp_path / "missing", LARGE, 90)
+    assert room is not None
+    assert not room._is_file
+    assert "missing cannot take it: No such file" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -34,10 +35,10 @@ class Services:
 class Members:
     """Nodes that sum as they are ordered."""
 
-    def __init__(self, nodes: list[Node], code: Any) -> None:
+    def __init__(self, nodes: list[Node], code: Any, folder: Path | None = None) -> None:
         run = RunFile(run="kept", averaging=AveragingSection(code=code, part_bytes=1024))
         self.nodes = nodes
-        self.rounds = [Rounds(run, cast("Any", Services(n.averaging)), InlineWorker(), n.id) for n in nodes]
+        self.rounds = [Rounds(run, cast("Any", Services(n.averaging)), InlineWorker(), n.id, folder) for n in nodes]
 
     def order(self, attempt: bytes, members: tuple[int, ...], **more: Any) -> Prepare:
         names = [self.nodes[i].id.text for i in members]
@@ -194,3 +195,22 @@ async def test_a_group_of_one_makes_no_copy_of_its_sum(autojump_clock: MockClock
         assert await members.sum(0, members.order(b"B" * 16, (0,), brings=b"A" * 16)) is own
         plan = members.rounds[0].plan(members.order(b"C" * 16, (0,)), nodes[0].id)
         assert await nodes[0].averaging.sum(plan, own, InlineWorker()) is own
+
+
+async def test_a_large_residual_lies_in_a_file_until_rounds_are_seen_to_be_short(
+    autojump_clock: MockClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peerd.training.catchup.copy_room.WORTH_A_FILE_BYTES", 4 * LENGTH)
+    async with group(2) as (_, nodes):
+        plain, filed = Members(nodes, "int8"), Members(nodes, "int8", tmp_path)
+        for number in range(3):
+            sums = []
+            for members in (plain, filed):
+                order = members.order(bytes([number, members is filed]) * 8, (0, 1))
+                totals = await together(members, dict.fromkeys(range(2), order), {i: gradient(i) for i in range(2)})
+                for total in totals.values():
+                    total.settle()
+                sums.append([total.vector.tobytes() for total in totals.values()])
+            assert sums[0] == sums[1]
+            residuals = [cast("Any", rounds._feedback)._residual for rounds in filed.rounds]
+            assert [residual.in_pages for residual in residuals] == [number == 0] * 2

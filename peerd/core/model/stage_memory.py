@@ -3,12 +3,12 @@
 Counts the most that a stage holds in a step: parameters, the optimizer's moments, the sums of gradients (one more in a
 delayed run, with the parameters before the last step), the sum of the last step (`limits.keep_totals`), and, one after
 the other, the gradients of a microbatch and the sum that averaging makes (in grids of `averaging.group_size` that of an
-earlier round as well; a grid that the conductor chooses for many members takes it, too). With them go the residuals of
-a code that loses something, the parts of a round in messages, and the activations of one microbatch: of a gpt as it is
-computed here, in `RunFile.precision`; those of a user's own layers are measured (`compute/model/footprint`). A
-checkpoint, or a state for a newcomer, is read piece by piece and takes no memory. What is left of it when the next step
-comes is copied: to a file with `limits.memory_gb`, else to memory, which is not counted here. A run with experts has
-many microbatches under way besides (`trunk_memory`).
+earlier round as well; a grid that the conductor chooses for many members takes it, too). With them go the gradient with
+what a code missed before, the residuals of such a code unless they lie in files, the parts of a round in messages, and
+the activations of one microbatch: of a gpt as it is computed here, in `RunFile.precision`; those of a user's own layers
+are measured (`compute/model/footprint`). A checkpoint, or a state for a newcomer, is read piece by piece and takes no
+memory. What is left of it when the next step comes is copied: to a file with `limits.memory_gb`, else to memory, which
+is not counted here. A run with experts has many microbatches under way besides (`trunk_memory`).
 
 With `limits.offload` all of that is in the machine's memory. A device with memory of its own holds copies of two layers
 that follow each other, the gradient of one of them, and activations of layers that are computed again.
@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from peerd.core.limits import WORTH_A_FILE_BYTES
 from peerd.core.model.model_shapes import feed_forward_width, first_with_experts, stage_shapes, stage_spans
 from peerd.core.model.trunk_memory import NO_FLIGHTS, FlightMemory, flight_memory
 from peerd.core.run.runfile import OptimizerSection, RunFile
@@ -32,8 +33,8 @@ LOSS_VALUES: Final = 3  # of a score, while the loss of it is computed: its loga
 _HALF_BYTES: Final = 2
 _PARTS_UNDER_WAY: Final = 16  # of a round of averaging, in messages
 _KEPT_SUMS: Final = 1  # of a group of a grid, while groups join it to others
-# Of a code with a residual: that one, the next one, and the gradient with it, or what a further round of a grid misses.
-_CODED_VECTORS: Final = 3
+_CODED_VECTORS: Final = 1  # of a code that loses something: the gradient with the residual added
+_RESIDUALS: Final = 2  # of such a code, the last one and the next one; large ones of blocks lie in files
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ def footprint_of(
     moments, delayed, offload = len(moment_names(run.optimizer)), run.optimizer.delayed, run.optimizer.offload
     there = 1 + (2 if delayed else 1) + 1 + (0 if offload else moments)
     here = (1 if run.limits.keep_totals else 0) + (2 if delayed else 0) + (moments if offload else 0)
-    here += (_KEPT_SUMS if run.averaging.group_size else 0) + (_CODED_VECTORS if run.averaging.code != "none" else 0)
+    here += (_KEPT_SUMS if run.averaging.group_size else 0) + _coded_vectors(run, each)
     parts = min(each, _PARTS_UNDER_WAY * run.averaging.part_bytes)
     return StageFootprint(
         stage,
@@ -142,6 +143,14 @@ def footprint_of(
         run.limits.offload,
         flight_memory(run, each, item_bytes) if run.experts is not None else NO_FLIGHTS,
     )
+
+
+def _coded_vectors(run: RunFile, vector_bytes: int) -> int:
+    """Vectors that the code of averaging has in memory beside what a round without one has."""
+    if run.averaging.code == "none":
+        return 0
+    in_files = run.averaging.code != "powersgd" and vector_bytes >= WORTH_A_FILE_BYTES
+    return _CODED_VECTORS + (0 if in_files else _RESIDUALS)
 
 
 def layer_counts(parameters: Mapping[str, int]) -> list[int]:

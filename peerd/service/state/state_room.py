@@ -19,7 +19,6 @@ from typing import Final
 
 log = logging.getLogger("peerd.service.state.state_room")
 
-WORTH_A_FILE_BYTES: Final = 64 << 20  # smaller states stay in memory unless it is limited
 _PUT_OUT_BYTES: Final = 16 << 20  # of use: then pages are handed back
 _ADVICE: Final = getattr(mmap, "MADV_DONTNEED", None)
 

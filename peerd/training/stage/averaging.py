@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import trio
@@ -31,6 +32,8 @@ from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.machine.averaging.member_plan import Terms, plan_of
 from peerd.service.run_services import RunServices
+from peerd.service.state.state_room import StateRoom
+from peerd.training.catchup.copy_room import room_for_residual
 from peerd.training.catchup.step_totals import Leap
 from peerd.training.stage.line_info import own_line
 
@@ -105,12 +108,17 @@ class _Attempt:
 class Rounds:
     """A member's averaging rounds, one at a time beside those in which it helps; coding and sums run on `worker`."""
 
-    def __init__(self, run: RunFile, services: RunServices, worker: Worker, own: PeerId) -> None:
-        self._run = run
+    def __init__(
+        self, run: RunFile, services: RunServices, worker: Worker, own: PeerId, folder: Path | None = None
+    ) -> None:
+        """`folder`: for files in which large residuals lie; None: they lie in memory."""
+        self._run, self._folder = run, folder
         self._services, self._averaging = services, services.averaging
         self._worker = worker
         self._own = own.text
-        self._feedback, self._forgetful = feedback_of(run.averaging), feedback_of(run.averaging)
+        self._feedback = feedback_of(run.averaging, self._room_for_residual)
+        self._forgetful = feedback_of(run.averaging)  # its rounds make no residual
+        self._round_s = math.inf  # what the last round took; none was made yet
         align = max(BLOCKS) if run.averaging.code in CODES else 1
         self._terms = Terms(run.averaging.part_bytes, run.averaging.sender_timeout_s, align)
         self._vector_is = (0, "", 0)  # elements, dtype and further of our vector, once there was one: helpers must know
@@ -195,7 +203,9 @@ class Rounds:
                 return await self._of_factors(plan, vector, low_rank)
         brought = await self._brought(order, plan, vector, low_rank)
         coder = self._forgetful if plan.copy else self._feedback  # of groups with the same sum one keeps the residual
+        began = trio.current_time()
         summed = await self._averaging.sum(plan, brought.vector, self._worker, coder if len(plan.senders) > 1 else None)
+        self._round_s = trio.current_time() - began
         if plan.senders == (self._own,):
             summed = brought.vector  # whatever others made of it
         found = self._kept[order.attempt] = _Sum(summed, brought.missed, brought.own)
@@ -204,6 +214,11 @@ class Rounds:
         if low_rank is not None:
             return await self._of_second(low_rank, summed)
         return Total(summed, lambda: self._settle(found))
+
+    def _room_for_residual(self, size: int) -> StateRoom | None:
+        if self._folder is None:
+            return None
+        return room_for_residual(self._run, self._folder, size, self._round_s)
 
     def _settle(self, found: _Sum) -> None:
         """The step with this sum is made. Where we only listened our residual is still to be brought."""

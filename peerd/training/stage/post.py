@@ -73,7 +73,7 @@ class Post:
         ctx.host.book.members_by(self.admissions.has_helped)
         self.serving = Serving(ctx, ctx.run, self)
         self.handover = HandOver(ctx, services, self, self.serving)
-        self._rounds = Rounds(ctx.run, services, self._coding, ctx.host.id)
+        self._rounds = Rounds(ctx.run, services, self._coding, ctx.host.id, ctx.data_dir)
         self.orders = PostOrders(ctx, self.state, self._rounds, self.serving, self._coding)
         self.catching_up = CatchingUp(ctx, services, self._coding, self.state, self.session)
         self._recalling = Recalling(ctx, services, self.saving, self.state, self.session)

@@ -22,6 +22,16 @@ CODES = ["int4", "nf4", "int8", "dynamic8", "fp8-e4m3", "bf16", "fp16", "none"]
 SIZE = 100
 
 
+class Row:
+    """Pages that a test looks into, which count their use."""
+
+    def __init__(self, size: int) -> None:
+        self.row, self.used_bytes = memoryview(bytearray(size)), 0
+
+    def used(self, count: int) -> None:
+        self.used_bytes += count
+
+
 def gradients(seed: int, rounds: int) -> list[Vector]:
     rng = np.random.default_rng(seed)
     return [rng.standard_normal(SIZE).astype("float32") for _ in range(rounds)]
@@ -208,3 +218,47 @@ def test_a_part_that_is_refused_leaves_the_sum_as_it_was(code: str, added: bool)
     with pytest.raises(ProtocolViolation):
         ErrorFeedback(CodingPlan(code)).decode_into(frame, total, onto=total if added else None)
     assert total.tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("in_pages", [(True,), (False,), (True, False)], ids=["pages", "memory", "in turn"])
+def test_residuals_have_the_same_bits_wherever_they_lie(in_pages: tuple[bool, ...]) -> None:
+    plain, rows = ErrorFeedback(CodingPlan("int4")), list[Row | None]()
+
+    def pages(size: int) -> Row | None:
+        rows.append(Row(size) if in_pages[len(rows) % len(in_pages)] else None)
+        return rows[-1]
+
+    feedback = ErrorFeedback(CodingPlan("int4"), pages)
+    for gradient in gradients(8, 4):
+        frames = []
+        for one in (plain, feedback):
+            vector = gradient.copy()
+            begun = one.begin(vector)
+            frames.append(one.encode(0, vector))
+            further = one.go_on(vector)
+            one.encode(40, vector[40:])
+            one.settle(begun, further)
+        assert bytes(frames[0].payload) == bytes(frames[1].payload)
+        assert plain.residual is not None
+        assert feedback.residual is not None
+        assert plain.residual.tobytes() == feedback.residual.tobytes()
+    for i, row in enumerate(rows):
+        assert (row is not None) == in_pages[i % len(in_pages)]
+        assert row is None or row.used_bytes >= len(row.row) * (0.6 if i % 2 else 1)  # a further round has 60 of 100
+
+
+def test_a_listeners_residual_grows_in_its_pages_by_what_further_rounds_missed() -> None:
+    rows = list[Row]()
+
+    def pages(size: int) -> Row:
+        rows.append(Row(size))
+        return rows[-1]
+
+    feedback, missed = ErrorFeedback(CodingPlan("int4"), pages), list[Vector]()
+    for gradient in gradients(9, 3):
+        further = feedback.go_on(gradient)
+        feedback.encode(0, gradient)
+        missed.append(further.whole().copy())
+        feedback.settle_further([further])
+    assert feedback.residual is not None
+    assert feedback.residual.tobytes() == bytes(rows[0].row) == (missed[0] + missed[1] + missed[2]).tobytes()

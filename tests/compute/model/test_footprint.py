@@ -57,6 +57,17 @@ def test_a_stage_is_refused_where_it_and_the_process_together_need_more_than_all
         refuse_if_too_large(limited(0.01), 0, "cpu")
 
 
+@pytest.mark.parametrize(("d_model", "code", "vectors"), [(64, "int8", 3), (1024, "int8", 1), (1024, "powersgd", 3)])
+def test_a_code_takes_a_gradient_and_its_residuals_which_lie_in_files_if_they_are_large(
+    d_model: int, code: Any, vectors: int
+) -> None:
+    without, taken = (
+        footprint(RunFile(run="tiny", model=ModelSection(d_model=d_model), averaging=AveragingSection(code=each)), 0)
+        for each in ("none", code)
+    )
+    assert taken.machine_bytes - without.machine_bytes == 4 * vectors * taken.parameters
+
+
 def test_what_may_be_kept_or_not_gets_what_the_limit_leaves() -> None:
     assert spare_bytes(limited(0), 7) == 7
     assert spare_bytes(limited(held() / 1e9 + 10), 7) == 7
