@@ -27,7 +27,7 @@ from msgspec import structs
 
 from peerd.commands import evaluate, export, generate, options, token
 from peerd.commands.plan import plan
-from peerd.control.guest import GuestFlags, JoinWish, obey, settled
+from peerd.control.guest import GuestFlags, JoinRequest, obey, settled
 from peerd.core.errors import ConfigError, PeerdError, missing_package
 from peerd.core.run.runfile import LimitsSection
 from peerd.core.version import VERSION
@@ -138,18 +138,18 @@ def join(
     flags = Flags(
         role or [], model, bootstrap, listen, data_dir, device, seed, log_level, alone, guest, announce=announce
     )
-    wish = JoinWish(yes, data, token, tuple(allow_code or ()), tokenizer)
+    wish = JoinRequest(yes, data, token, tuple(allow_code or ()), tokenizer)
     if link is not None:
         flags = _by_link(link, flags, wish)
     elif not role:
         raise ConfigError("say what to join: a line such as peerd://HOST:PORT/PEER/RUN, or --role ROLE --model FILE")
-    elif wish != JoinWish():
+    elif wish != JoinRequest():
         names = "--yes, --data, --token, --allow-code and --tokenizer"
         raise ConfigError(f"{names} go with a line peerd://...; else see the run file")
     _start(flags)
 
 
-def _by_link(text: str, flags: Flags, wish: JoinWish) -> Flags:
+def _by_link(text: str, flags: Flags, wish: JoinRequest) -> Flags:
     """Flags as if the run file of the line had been given."""
     from peerd.commands import joining
     from peerd.core.messages.run_link import JoinLink
@@ -213,11 +213,11 @@ def demo(
     data_dir: options.DataDir = None,
 ) -> None:
     """Train a language model with a whole swarm on this machine, and watch it survive the loss of a peer."""
-    from peerd.demo import parent
+    from peerd.demo import story
 
     try:
-        wish = parent.DemoWish(steps=steps, data=data, calm=calm, as_json=as_json, folder=data_dir, kind=kind)
-        code = parent.run(wish)
+        wish = story.DemoConfig(steps=steps, data=data, calm=calm, as_json=as_json, folder=data_dir, kind=kind)
+        code = story.run(wish)
     except KeyboardInterrupt:  # before its first process or after its last; between, the demo itself takes Ctrl+C
         typer.echo("stopped", err=True)
         code = 0
@@ -276,7 +276,7 @@ def doctor(
 
     loaded = _load(model, bootstrap, listen, announce)
     run = loaded.run if loaded is not None else None
-    wish = checks.DoctorWish(
+    wish = checks.CheckupConfig(
         roles=tuple(role or ()),
         run=run,
         uncompared=tuple(loaded.unknown) if loaded is not None else (),
@@ -348,7 +348,7 @@ def _start(flags: Flags) -> None:
         device=flags.device,
         seed=flags.seed,
         log_level=flags.log_level,
-        company=company.CompanyWish(alone=flags.alone),
+        company=company.CompanyConfig(alone=flags.alone),
         limits=limits,
     )
     try:
@@ -380,7 +380,7 @@ def _tell_of_files(loaded: LoadedRun, takes_part: bool) -> None:
 
 def _check_run(classes: Sequence[type[Role]], run: RunFile) -> None:
     """Let each role look at the text and the code that the run file names: what is wrong is said before any start."""
-    from peerd.role import Checking
+    from peerd.role import ChecksRun
 
     computing = [cls.name for cls in classes if cls.name in ("stage", "trainer", "expert")]
     if run.loop is not None and computing:
@@ -389,7 +389,7 @@ def _check_run(classes: Sequence[type[Role]], run: RunFile) -> None:
             "backbone; to train, run the script that has its peerd.AveragingOptimizer"
         )
     for cls in classes:
-        if isinstance(cls, Checking):
+        if isinstance(cls, ChecksRun):
             cls.check_run(run)
 
 

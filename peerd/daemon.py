@@ -26,13 +26,13 @@ from peerd.commands.status.status_board import RoleState, StatusBoard
 from peerd.commands.status.waits import WaitTeller
 from peerd.contents import digest_at, named_files
 from peerd.control import memory_limit, socket
-from peerd.control.company import Company, CompanyWish
+from peerd.control.company import Company, CompanyConfig
 from peerd.control.connectivity import Connectivity, ConnectivityConfig, relaying
 from peerd.control.guest import limits_told
-from peerd.control.leaving import DRAIN_S, LEAVE_S, STOP_S, Leaving
-from peerd.control.leaving import end_process_after as _end_process_after
+from peerd.control.leave_deadlines import DRAIN_S, LEAVE_S, STOP_S, LeaveDeadlines
+from peerd.control.leave_deadlines import end_process_after as _end_process_after
 from peerd.control.open_hours import OpenHours
-from peerd.control.papers import PeerPapers
+from peerd.control.token_files import CredentialFiles
 from peerd.core.addr import parse_addr, parse_announced, peers_named, with_peer
 from peerd.core.clock import Clock
 from peerd.core.errors import ConfigError, LocalError, PeerdError
@@ -73,7 +73,7 @@ class DaemonPlan:
     seed: int | None = None
     log_level: str = "info"
     announce: Callable[[str], None] | None = None  # told the best address, in place of a greeting to the terminal
-    company: CompanyWish = field(default_factory=CompanyWish)
+    company: CompanyConfig = field(default_factory=CompanyConfig)
     warn: Callable[[str], None] = lambda text: None  # told, beside the log, why the start waits
     limits: LimitsSection = field(default_factory=LimitsSection)  # of a peer without a run file
 
@@ -97,7 +97,7 @@ class Ground:
     keypair: Keypair
     clock: Clock
     log: EventLog
-    papers: PeerPapers | None = None  # in a run with tokens
+    papers: CredentialFiles | None = None  # in a run with tokens
     ways: ConnectivityConfig = field(default_factory=ConnectivityConfig)  # what the machine's network offers
     line: LimitedLine = field(default_factory=LimitedLine)  # what passes it within the user's limits
     hours: OpenHours | None = None  # of a guest; None: always
@@ -148,7 +148,7 @@ class Daemon:
         self.rests = False  # it stops because its hours are over
         self._up = False
         self._drained = False
-        self._leaving = Leaving(self._tell_unsaved)
+        self._leaving = LeaveDeadlines(self._tell_unsaved)
 
     def stop(self, reason: str) -> None:
         """Ask for an orderly end; repeated asking changes nothing."""
@@ -298,7 +298,7 @@ class Daemon:
         self.stop(f"role {held.cls.name} failed")
 
     async def _leave(self) -> None:
-        """Let every living role hand in what it holds, all at once, within LEAVE_S: see `Leaving`."""
+        """Let every living role hand in what it holds, all at once, within LEAVE_S: see `LeaveDeadlines`."""
 
         async def leave(held: _Held, role: Role) -> None:
             failure = await _failure_of(role.leave)

@@ -237,7 +237,7 @@ def known_identities() -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningDaemon:
     """A daemon's note about itself."""
 
     pid: int
@@ -294,7 +294,7 @@ def _fits(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def noted(note: Running) -> Iterator[None]:
+def noted(note: RunningDaemon) -> Iterator[None]:
     """Keep the daemon's note in the list of running daemons."""
     path = runtime_dir() / f"{_tag(Path(note.data_dir))}.json"
     try:
@@ -307,15 +307,15 @@ def noted(note: Running) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def notes() -> list[Running]:
+def notes() -> list[RunningDaemon]:
     """All notes, of living and of dead daemons, by data directory; unreadable ones are left out."""
-    found: list[Running] = []
+    found: list[RunningDaemon] = []
     for path in runtime_dir().glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            found.append(Running(**json.loads(path.read_bytes())))
+            found.append(RunningDaemon(**json.loads(path.read_bytes())))
     return sorted(found, key=lambda note: note.data_dir)
 
 
-def forget(note: Running) -> None:
+def forget(note: RunningDaemon) -> None:
     """Remove the note of a daemon that died."""
     (runtime_dir() / f"{_tag(Path(note.data_dir))}.json").unlink(missing_ok=True)

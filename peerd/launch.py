@@ -21,15 +21,15 @@ import trio
 
 from peerd.control.connectivity import own_surroundings
 from peerd.control.open_hours import OpenHours
-from peerd.control.papers import PeerPapers, own_papers
 from peerd.control.resting import Rester
+from peerd.control.token_files import CredentialFiles, own_papers
 from peerd.core.keys import Keypair
 from peerd.daemon import Daemon, DaemonPlan, Ground, say
-from peerd.home import Running, load_identity, locked, make_private_dir, noted, socket_path
+from peerd.home import RunningDaemon, load_identity, locked, make_private_dir, noted, socket_path
 from peerd.log import EventLog
 from peerd.net.clock import RealClock
 from peerd.net.tcp.rate_limit import LimitedLine
-from peerd.role import Acting
+from peerd.role import ActsAs
 from peerd.service.peer_stack import peer_stack
 
 
@@ -86,17 +86,17 @@ def grounded(plan: DaemonPlan, stream: TextIO | None) -> Iterator[Ground]:
         log = EventLog(clock, level=plan.log_level, stream=stream, path=home / "events.jsonl")
         stack.callback(log.close)
         names = [cls.name for cls in plan.roles]
-        stack.enter_context(noted(Running(os.getpid(), str(home), str(socket_path(home)), run, names)))
+        stack.enter_context(noted(RunningDaemon(os.getpid(), str(home), str(socket_path(home)), run, names)))
         ways, line = own_surroundings(clock), LimitedLine(plan.own_limits)
         hours = OpenHours(plan.own_limits.hours, clock) if plan.own_limits.hours else None
         yield Ground(home=home, keypair=keypair, clock=clock, log=log, papers=papers, ways=ways, line=line, hours=hours)
 
 
-def _papers(plan: DaemonPlan, home: Path, keypair: Keypair) -> PeerPapers | None:
+def _papers(plan: DaemonPlan, home: Path, keypair: Keypair) -> CredentialFiles | None:
     """Credentials of this peer in a run with tokens; None in an open run; ConfigError when it has none."""
     if plan.run is None or plan.run.access.allow == "open":
         return None
-    roles = [cls.acts_as if isinstance(cls, Acting) else cls.name for cls in plan.roles]
+    roles = [cls.acts_as if isinstance(cls, ActsAs) else cls.name for cls in plan.roles]
     return own_papers(plan.run, roles, home, keypair.peer_id, time.time())
 
 

@@ -44,7 +44,7 @@ class RoleContext:
 
 
 @runtime_checkable
-class Checking(Protocol):
+class ChecksRun(Protocol):
     """A role's class that looks at what a run file names before anything is joined."""
 
     def check_run(self, run: RunFile) -> None:
@@ -53,7 +53,7 @@ class Checking(Protocol):
 
 
 @runtime_checkable
-class Acting(Protocol):
+class ActsAs(Protocol):
     """A role's class that needs another role's rights in a run with tokens, in place of its own name's."""
 
     acts_as: ClassVar[str]

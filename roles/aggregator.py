@@ -22,7 +22,7 @@ from peerd.training.stage.line_info import own_line
 from peerd.training.stage.session import ConductorSession, PostReport
 
 
-class AuxRole:
+class AuxAggregatorRole:
     """See the module's header."""
 
     name: ClassVar[str] = "aux"
@@ -100,11 +100,11 @@ class AuxRole:
     # --- towards the conductor --------------------------------------------------------------------------------
 
     def report(self, whole: bool) -> PostReport:
-        """See `training.stage.session.Reporting`."""
+        """See `training.stage.session.ReportingPost`."""
         return PostReport(line=own_line(self._services.carries(), "aux"), helps=True)
 
     def heard(self, answer: MemberAnswer, stated: Position) -> None:
-        """See `training.stage.session.Reporting`."""
+        """See `training.stage.session.ReportingPost`."""
         self._waits_for = answer.waits_for or (None if self._averaging.outcomes.rounds else "the first round")
 
     async def _prepare(self, call: Incoming[Prepare]) -> Answer[Prepared]:

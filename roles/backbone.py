@@ -29,10 +29,10 @@ from peerd.service.run_services import RunServices
 from peerd.signals import Signal
 from peerd.training.checkpoints.kept_list import KeptList
 from peerd.training.learning_curve import Curves
-from peerd.training.run_monitor import RunSight, Watching
+from peerd.training.run_monitor import RunMonitor, RunObservation
 
 if TYPE_CHECKING:
-    from peerd.training.checkpoints.keeper import Keeping
+    from peerd.training.checkpoints.keeper import CheckpointKeeper
 
 T = TypeVar("T")
 _LOOK_RARELY_S = 10.0  # while it is far
@@ -59,10 +59,10 @@ class BackboneRole:
     def __init__(self, ctx: RoleContext) -> None:
         self._ctx = ctx
         self._curves: Curves | None = None
-        self._keeping: Keeping | None = None
+        self._keeping: CheckpointKeeper | None = None
         self._vault: Vault | None = None
         self._no_vault: str | None = None  # why it does not hold experts
-        self._sight: RunSight | None = None
+        self._sight: RunObservation | None = None
         self._looked = Signal()
         self._listed: list[Position] = []  # positions by `kept.json`, until the files were opened
         self._not_kept: str | None = None
@@ -88,7 +88,7 @@ class BackboneRole:
             await self._announce(services)  # before torch is here: else a swarm that begins might begin at the start
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._show_proofs, services)
-                nursery.start_soon(self._watch, Watching(self._ctx, services), curves)
+                nursery.start_soon(self._watch, RunMonitor(self._ctx, services), curves)
                 nursery.start_soon(self._renew_table)
                 nursery.start_soon(self._keep, services)
                 nursery.start_soon(self._announce_now_and_then, services)
@@ -138,7 +138,7 @@ class BackboneRole:
             self._ctx.log.event("run.unsigned", level="warning", reason=str(error))
             return b""
 
-    async def _watch(self, watching: Watching, curves: Curves) -> None:
+    async def _watch(self, watching: RunMonitor, curves: Curves) -> None:
         while True:
             sight = self._sight = await watching.look()
             for new in sight.newcomers:
@@ -246,13 +246,13 @@ class BackboneRole:
         except RemoteError:
             return False
 
-    async def _begin(self, services: RunServices) -> Keeping:
+    async def _begin(self, services: RunServices) -> CheckpointKeeper:
         """Open the keeper. It needs torch, which is loaded only now, in a thread, since that takes seconds."""
         try:
             module = await trio.to_thread.run_sync(importlib.import_module, "peerd.training.checkpoints.keeper")
         except ModuleNotFoundError as error:
             raise ConfigError(f"to keep checkpoints a backbone needs {missing_package(error)}") from error
-        keeping: Keeping = module.Keeping(self._ctx, services)
+        keeping: CheckpointKeeper = module.Keeping(self._ctx, services)
         await keeping.open()
         return keeping
 

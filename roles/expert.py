@@ -49,7 +49,7 @@ class ExpertRole:
 
     @classmethod
     def check_run(cls, run: RunFile) -> None:
-        """As `peerd.role.Checking`: the block, on one sample."""
+        """As `peerd.role.ChecksRun`: the block, on one sample."""
         need_experts(run)
         try_block(run)
 

@@ -18,7 +18,7 @@ class StageRole(StageMember):
 
     @classmethod
     def check_run(cls, run: RunFile) -> None:
-        """As `peerd.role.Checking`: the layers of all stages."""
+        """As `peerd.role.ChecksRun`: the layers of all stages."""
         if run.experts is not None:
             raise ConfigError("a run with experts has no stages to serve; allowed: --role trainer, expert, backbone")
         try_layers(run)

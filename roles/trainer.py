@@ -3,7 +3,7 @@
 With a model in several stages it computes nothing itself: samples come from a worker, activations pass through as
 frames. With a model of one stage it holds a replica of its own and sends its microbatches nowhere else: data parallel
 training, in which each peer goes at its own pace and all average once the swarm has the batch together. The conductor
-decides which microbatches a step counts; `Contribution` keeps the books. Evaluates on held-out text when the conductor
+decides which microbatches a step counts; `TrainerLedger` keeps the books. Evaluates on held-out text when the conductor
 asks for it. With experts, that replica is the trunk between them, and each microbatch a task that waits for the experts
 of other peers (`training/moe`). Ends when the run has made all its steps.
 """
@@ -31,8 +31,8 @@ from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
 from peerd.service.pipeline.direct import DirectPipeline
-from peerd.service.pipeline.load import Load
-from peerd.service.pipeline.relaying import Relaying
+from peerd.service.pipeline.microbatch import Microbatch
+from peerd.service.pipeline.relaying import TrainerRelay
 from peerd.training.contributor import Contributor
 from peerd.training.moe.asynchronous_flights import AsynchronousFlights, FlightPlan, flights_of
 from peerd.training.moe.expert_flights import ExpertFlights
@@ -62,7 +62,7 @@ class TrainerRole:
         self._run: RunFile = ctx.run
         assert ctx.services is not None
         self._services = ctx.services
-        self._contributor: Contributor[Load] = Contributor(ctx, self._services, self)
+        self._contributor: Contributor[Microbatch] = Contributor(ctx, self._services, self)
         self._books = self._contributor.books
         self._is_replica = ctx.run.pipeline.stages == 1
         # Where role `stage` is in this process, the replica is its post.
@@ -81,7 +81,7 @@ class TrainerRole:
         self._valid_loss = math.nan
         self._losses: dict[int, list[float]] = {}  # of finished microbatches, by step, per sample
         self._step_loss = math.nan
-        self._held_out: list[Load] = []
+        self._held_out: list[Microbatch] = []
         self._evaluations: deque[tuple[int, float]] = deque(maxlen=500)
         self._tally = self._services.tally("trainer", ctx.data_dir / "brought.json", ctx.worker("files"))
         self._rate = WorkRate(ctx.clock.now())
@@ -91,7 +91,7 @@ class TrainerRole:
 
     @classmethod
     def check_run(cls, run: RunFile) -> None:
-        """As `peerd.role.Checking`: the text, and the layers: its own replica's, or others' if they are here."""
+        """As `peerd.role.ChecksRun`: the text, and the layers: its own replica's, or others' if they are here."""
         check_text(run)
         if run.experts is not None:
             check_trunk(run)
@@ -250,7 +250,7 @@ class TrainerRole:
         return not self._contributor.leaving and not self._contributor.complete
 
     @property
-    def _relaying(self) -> Relaying | None:
+    def _relaying(self) -> TrainerRelay | None:
         """The relay for stage peers that cannot connect to each other; None: they do not hand over."""
         return self._pipeline.relaying if isinstance(self._pipeline, DirectPipeline) else None
 
@@ -287,13 +287,13 @@ class TrainerRole:
     def _most_unheard(self) -> int:
         return min(_DELAYED_IN_FLIGHT, self._run.batch.target_samples // self._run.pipeline.microbatch // 2)
 
-    def refill(self, waiting: list[Load]) -> None:
+    def refill(self, waiting: list[Microbatch]) -> None:
         """Wake `_feed`, which adds loads to `waiting`; or wish for places for gradients that are there."""
         if self._flights is not None:
             self._flights.offer(waiting, len(self._books.open()))
         self._wanted.set()
 
-    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
+    async def train(self, step: int, seq: int, load: Microbatch) -> list[Holding]:
         """Send the microbatch through all stages and back; returns the holder of its gradient in each stage."""
         started = self._ctx.clock.now()
         holdings = await self._pipeline.train(step, seq, load)
@@ -304,11 +304,11 @@ class TrainerRole:
         self._rate.worked(now)
         return holdings
 
-    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
+    async def repeat(self, step: int, seq: int, stage: int, load: Microbatch) -> Holding:
         """Do one stage's backward again, from the kept input and gradient; returns its holder now."""
         return await self._pipeline.repeat(step, seq, stage, load)
 
-    def dropped(self, step: int, load: Load, error: MicrobatchNotFinite) -> None:
+    def dropped(self, step: int, load: Microbatch, error: MicrobatchNotFinite) -> None:
         """Warn, with stage and documents, of a microbatch that is dropped for good."""
         self._ctx.log.event(
             "microbatch.dropped",

@@ -12,7 +12,7 @@ from random import Random
 from rich.console import Console
 from rich.text import Text
 
-from peerd.commands.plan import placing
+from peerd.commands.plan import plan_search
 from peerd.commands.plan.link_matrix import link_matrix
 from peerd.commands.plan.plan_report import link_seconds
 from peerd.machine.placement.cost import CostKind
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("links", nargs="?", type=Path, default=Path("configs/links.yaml"), help="links file")
     parser.add_argument("seconds", nargs="?", type=float, default=10.0, help="of search")
     given = parser.parse_args()
-    found = placing.find(placing.PlanWish(given.links, None, None, CostKind.STEADY, given.seconds, 0, 1))
+    found = plan_search.find(plan_search.PlanRequest(given.links, None, None, CostKind.STEADY, given.seconds, 0, 1))
     before = picture(found.problem, random_placement(found.problem, Random(0)), "random")
     after = picture(found.problem, found.placement, "peerd plan")
     console = Console(width=2 * WIDTH + 2, force_terminal=True, color_system="truecolor")

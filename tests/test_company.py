@@ -19,7 +19,7 @@ import trio.testing
 from peerd import daemon
 from peerd.commands.status.status_board import StatusBoard
 from peerd.commands.status.status_view import render
-from peerd.control.company import CompanyWish
+from peerd.control.company import CompanyConfig
 from peerd.core.addr import parse_addr, split_peer
 from peerd.core.errors import Unreachable
 from peerd.core.keys import Keypair
@@ -153,7 +153,7 @@ async def test_with_a_bootstrap_that_answers_nothing_is_said_and_nothing_is_late
 
 async def test_told_to_begin_alone_it_does(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
     async with network(tmp_path) as net:
-        one, _ = net.made("one", bootstrap=(net.closed("dead"),), company=CompanyWish(alone=True))
+        one, _ = net.made("one", bootstrap=(net.closed("dead"),), company=CompanyConfig(alone=True))
         net.start(one)
         await trio.sleep(0.1)
         assert Works.happened == ["built"]
@@ -231,7 +231,7 @@ async def test_patience_that_ends_is_an_error_that_names_what_was_tried(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with network(tmp_path) as net:
-        one, _ = net.made("one", bootstrap=(net.closed("dead"),), company=CompanyWish(patience_s=7))
+        one, _ = net.made("one", bootstrap=(net.closed("dead"),), company=CompanyConfig(patience_s=7))
         await one.run()
         assert isinstance(one.error, Unreachable)
         print(one.error)

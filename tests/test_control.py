@@ -34,7 +34,7 @@ async def daemon(data_dir: Path) -> AsyncIterator[Path]:
 
     async with trio.open_nursery() as nursery:
         await nursery.start(socket.serve, path, snapshot)
-        with home.noted(home.Running(os.getpid(), str(data_dir), str(path), "tiny", ["stage"])):
+        with home.noted(home.RunningDaemon(os.getpid(), str(data_dir), str(path), "tiny", ["stage"])):
             yield path
         nursery.cancel_scope.cancel()
 
@@ -68,7 +68,7 @@ def test_no_daemon_is_said_plainly(tmp_path: Path) -> None:
 
 
 async def test_the_note_of_a_daemon_that_died_is_forgotten(tmp_path: Path) -> None:
-    dead = home.Running(1, str(tmp_path / "dead"), str(tmp_path / "dead.sock"), "tiny", ["stage"])
+    dead = home.RunningDaemon(1, str(tmp_path / "dead"), str(tmp_path / "dead.sock"), "tiny", ["stage"])
     home.runtime_dir()
     with home.noted(dead):
         async with daemon(tmp_path / "a"):

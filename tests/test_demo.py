@@ -23,12 +23,12 @@ from peerd.demo.children import Child, Children
 from peerd.demo.expert_scene import ExpertScene, HostRow, handed_on
 from peerd.demo.scene import Scene
 from peerd.demo.screen import LineScreen, picture
-from peerd.demo.setting import DemoWish, prepare
+from peerd.demo.setting import DemoConfig, prepare
 from peerd.screen.frame import compose
 
 
-def wish(folder: Path, **changes: Any) -> DemoWish:
-    return DemoWish(**{"steps": None, "data": None, "calm": False, "as_json": False, "folder": folder, **changes})
+def wish(folder: Path, **changes: Any) -> DemoConfig:
+    return DemoConfig(**{"steps": None, "data": None, "calm": False, "as_json": False, "folder": folder, **changes})
 
 
 class Told(Child):

@@ -20,7 +20,7 @@ import trio
 
 from peerd import home
 from peerd.cli import invoke
-from peerd.commands.doctor.network_checks import Visit, bootstrap_checks
+from peerd.commands.doctor.network_checks import NetworkTarget, bootstrap_checks
 from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
@@ -265,7 +265,7 @@ async def test_a_clock_that_is_off_is_judged_as_a_running_peer_judges_it(
     async def visitor(node: Node, *, task_status: trio.TaskStatus[None]) -> None:
         stack = stack_on(node)
         addrs = [str(other.full_addr) for other in node.world.nodes.values() if other is not node]
-        for finding in await bootstrap_checks(stack, Visit(addrs, [str(node.addr)]), [node.addr]):
+        for finding in await bootstrap_checks(stack, NetworkTarget(addrs, [str(node.addr)]), [node.addr]):
             found[finding.check.partition(" /")[0]] = finding
         task_status.started()
 
@@ -303,7 +303,9 @@ async def visit(peers: Peers, kind: Any, others: list[str]) -> Any:
     transport, clock = peers.home("visitor", kind), SimClock(1, "visitor")
     stack = peer_stack(Keypair.from_seed(b"v" * 32), clock, [transport])
     addr = "/ip4/0.0.0.0/tcp/4001"
-    found = await bootstrap_checks(stack, Visit([str(peers.addr(name)) for name in others], [addr]), [parse_addr(addr)])
+    found = await bootstrap_checks(
+        stack, NetworkTarget([str(peers.addr(name)) for name in others], [addr]), [parse_addr(addr)]
+    )
     return found[-1]
 
 

@@ -119,7 +119,7 @@ def test_beside_a_process_of_other_roles_a_peer_has_the_next_directory_and_finds
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     first = made(home.run_data_dir("tiny", ["stage"]), "stage")
-    with home.locked(first), home.noted(home.Running(7, str(first), "s", "tiny", ["stage"])):
+    with home.locked(first), home.noted(home.RunningDaemon(7, str(first), "s", "tiny", ["stage"])):
         second = made(home.run_data_dir("tiny", ["trainer"]), "trainer")
         assert second.name == "tiny+2"
         assert home.run_data_dir("tiny", ["stage"]) == first, "which says that it is in use"
@@ -157,7 +157,7 @@ def test_a_runtime_directory_that_others_can_enter_is_refused(monkeypatch: pytes
 
 def test_running_daemons_are_listed_while_they_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    note = home.Running(7, str(tmp_path / "d"), "s", "tiny", ["stage"])
+    note = home.RunningDaemon(7, str(tmp_path / "d"), "s", "tiny", ["stage"])
     with home.noted(note):
         (tmp_path / "peerd" / "broken.json").write_text("{")
         assert home.notes() == [note]

@@ -12,12 +12,12 @@ import trio
 
 from peerd import home
 from peerd.cli import invoke
-from peerd.control import papers as membership
+from peerd.control import token_files as membership
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
 from peerd.core.messages.token import Revoked, Token, from_text, signed_by, unseal
 from peerd.core.run.runfile import AccessSection, RunFile
-from peerd.machine.access.members import MemberRoll
+from peerd.machine.access.members import RunMembers
 
 ANN = Keypair.from_seed(b"a" * 32)
 BOB = Keypair.from_seed(b"b" * 32)
@@ -216,7 +216,7 @@ def test_the_organizers_own_peer_needs_no_token_and_brings_its_list(
     key = home.load_identity(organizer)
     papers = membership.own_papers(run, ["backbone"], organizer, key.peer_id, time.time())
     assert trio.run(papers.token) == b""
-    roll = MemberRoll("tiny", key.peer_id, 1)
+    roll = RunMembers("tiny", key.peer_id, 1)
     assert [roll.learn_revoked(data) for data in trio.run(papers.revoked)] == [True]
 
 

@@ -45,7 +45,7 @@ def export(
 
     if run_dir is not None and backbone is not None:
         raise ConfigError("RUN_DIR and --backbone are both given; give one of them")
-    wish = work.ExportWish(
+    wish = work.ExportRequest(
         root=_root(run_dir, backbone),
         out=out,
         run_name=run,

@@ -20,7 +20,7 @@ from msgspec import structs
 
 from peerd.config import RUN_FILE
 from peerd.contents import allowed_code, with_digests
-from peerd.control.guest import JoinWish
+from peerd.control.guest import JoinRequest
 from peerd.core.errors import ConfigError, PeerdError, ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
@@ -74,7 +74,7 @@ def default_roles(run: RunFile) -> list[str]:
     return ["trainer"] if run.pipeline.stages == 1 else ["stage"]
 
 
-def accept(run: RunFile, link: JoinLink, roles: list[str], wish: JoinWish) -> RunFile:
+def accept(run: RunFile, link: JoinLink, roles: list[str], wish: JoinRequest) -> RunFile:
     """The run file that will be used: the published one, with what the user allowed. ConfigError says what to type."""
     run = _with_data(run, roles, wish)
     if wish.tokenizer is not None and run.model.vocab != "bytes":
@@ -90,7 +90,7 @@ def accept(run: RunFile, link: JoinLink, roles: list[str], wish: JoinWish) -> Ru
     return with_digests(run)
 
 
-def _with_data(run: RunFile, roles: list[str], wish: JoinWish) -> RunFile:
+def _with_data(run: RunFile, roles: list[str], wish: JoinRequest) -> RunFile:
     """The run file with the user's own text; without any, a path of the publisher's files is left empty."""
     data, sources = run.data, [source for _, source in sources_of(run.data)]
     foreign = [source.path for source in sources if source.kind != "dataset" and is_local(source.path)]
@@ -114,7 +114,7 @@ def _functions(run: RunFile) -> list[str]:
     return [name for name in named if ":" in name]
 
 
-def check_organizer(run: RunFile, place: Path, wish: JoinWish) -> None:
+def check_organizer(run: RunFile, place: Path, wish: JoinRequest) -> None:
     """Refuse a run file that is not signed by the organizer of the user's token, or of the run as it was joined before.
 
     A signature is asked for only where a run file names an organizer: without this check a backbone could leave
@@ -146,7 +146,7 @@ def _organizer_before(file: Path) -> str:
     return str(access.get("organizer") or "") if isinstance(access, dict) else ""
 
 
-def agree(run: RunFile, link: JoinLink, place: Path, wish: JoinWish) -> Path:
+def agree(run: RunFile, link: JoinLink, place: Path, wish: JoinRequest) -> Path:
     """Show the run and ask, unless it was agreed to before; the file in which it is kept."""
     file = make_private_dir(place) / FILE
     check_organizer(run, place, wish)
@@ -182,7 +182,7 @@ def _ask() -> None:
         raise PeerdError("not joined")
 
 
-def _token_of(kept: Path, wish: JoinWish) -> bytes | None:
+def _token_of(kept: Path, wish: JoinRequest) -> bytes | None:
     """The user's token, sealed: the one that was given, else the one that is kept from before."""
     if wish.token is not None:
         return from_text(Token, _token_text(wish.token))

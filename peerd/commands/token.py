@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 if TYPE_CHECKING:  # nothing but typer is loaded before a command runs
-    from peerd.control.papers import Issued, TokenBook
+    from peerd.control.token_files import IssuedToken, TokenBook
 
 LONGEST_DAYS: Final = 3650
 
@@ -42,7 +42,7 @@ def issue(
     data_dir: Organizer = None,
 ) -> None:
     """Sign a token for one peer, and print it."""
-    from peerd.control.papers import TOKEN_FILE, TokenGrant
+    from peerd.control.token_files import TOKEN_FILE, TokenGrant
     from peerd.core.messages.token import Token, from_text, unseal
 
     _, book = _book(data_dir)
@@ -79,7 +79,7 @@ def revoke(
     data_dir: Organizer = None,
 ) -> None:
     """Take a token back: its peer is refused as soon as the others hear of it."""
-    from peerd.control.papers import REVOKED_FILE
+    from peerd.control.token_files import REVOKED_FILE
 
     place, book = _book(data_dir)
     entry = book.revoke(token, time.time())
@@ -128,14 +128,14 @@ def sign(
 
 
 def _book(data_dir: Path | None) -> tuple[Path, TokenBook]:
-    from peerd.control.papers import TokenBook
+    from peerd.control.token_files import TokenBook
     from peerd.home import ORGANIZER_DIR, data_root, load_identity, make_private_dir
 
     place = make_private_dir(data_dir or data_root() / ORGANIZER_DIR)
     return place, TokenBook(place, load_identity(place))
 
 
-def _line(entry: Issued, now: float) -> str:
+def _line(entry: IssuedToken, now: float) -> str:
     shown = f"{entry.id}  {entry.state(now):7}  until {_day(entry.expires)}  run {entry.run}  {entry.peer}"
     return "  ".join(part for part in (shown, ",".join(entry.roles), entry.name) if part)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FlatLayout:
     """Layout of a flat tensor: the place of each parameter; the order is that of `names`."""
 
     names: tuple[str, ...]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
-class Vocabulary(Protocol):
+class Tokenizer(Protocol):
     """`size` tokens, numbered from 0; `separator` stands between documents (None: nothing does)."""
 
     size: int
@@ -40,7 +40,7 @@ class Vocabulary(Protocol):
         ...
 
 
-class ByteVocabulary:
+class ByteTokenizer:
     """256 tokens, one per byte. The byte 0, which text has no use for, separates documents."""
 
     size = 256
@@ -54,7 +54,7 @@ class ByteVocabulary:
         return bytes(tokens).replace(b"\0", b"\n").decode("utf-8", errors="replace")
 
 
-class FileVocabulary:
+class FileTokenizer:
     """A vocabulary that the `tokenizers` package reads from its JSON file."""
 
     tokens_per_s = 5e5
@@ -94,10 +94,10 @@ class FileVocabulary:
 
 
 @functools.lru_cache(maxsize=8)
-def load_vocabulary(vocab: str) -> Vocabulary:
+def load_vocabulary(vocab: str) -> Tokenizer:
     """`bytes`, or the path of a tokenizers JSON file; ConfigError names the file and what is wrong with it."""
     if vocab == "bytes":
-        return ByteVocabulary()
+        return ByteTokenizer()
     try:
         text = Path(vocab).read_text(encoding="utf-8")
         json.loads(text)
@@ -116,4 +116,4 @@ def load_vocabulary(vocab: str) -> Vocabulary:
         if not isinstance(result.error, Exception):
             raise result.error
         raise ConfigError(f"model.vocab: {vocab} is not a tokenizers file: {result.error}") from result.error
-    return FileVocabulary(result.unwrap(), vocab)
+    return FileTokenizer(result.unwrap(), vocab)

@@ -32,7 +32,7 @@ _TOLD: Final = 3  # addresses in one line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompanyWish:
+class CompanyConfig:
     """The user's wish. `advice`: how to begin without company. `patience_s`: after it waiting is an error."""
 
     alone: bool = False
@@ -44,7 +44,7 @@ class Company:
     """See the module's header. `tell(event, reason)` is called for the user; nothing moves until `run`."""
 
     def __init__(
-        self, net: tuple[Host, Dht], services: RunServices | None, wish: CompanyWish, tell: Callable[[str, str], None]
+        self, net: tuple[Host, Dht], services: RunServices | None, wish: CompanyConfig, tell: Callable[[str, str], None]
     ) -> None:
         self._host, self._dht = net
         self._services, self._wish, self._tell = services, wish, tell

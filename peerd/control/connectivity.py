@@ -21,12 +21,12 @@ from peerd.net.gateway.router import Router
 from peerd.net.host.host import Host
 from peerd.net.host.upkeep import Upkeep
 from peerd.net.relay.circuit_transport import Circuits
-from peerd.service.connectivity.autonat import Reach, ReachConfig, port_of
-from peerd.service.connectivity.dcutr import Punching
+from peerd.service.connectivity.autonat import AutoNat, AutoNatConfig, port_of
+from peerd.service.connectivity.dcutr import HolePuncher
 from peerd.service.connectivity.lan_discovery import Finder, LanDiscovery, own_finder
 from peerd.service.connectivity.port_mapping import PortMapping, own_routers
 from peerd.service.connectivity.relay import Relay
-from peerd.service.connectivity.relay_client import Reserving
+from peerd.service.connectivity.relay_client import RelayReservations
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.rpc import Rpc
 
@@ -41,7 +41,7 @@ class ConnectivityConfig:
     relaying: RelayConfig = field(default_factory=RelayConfig)  # how much of it
     routers: tuple[Router, ...] = ()  # that may be asked for a way in from outside
     finder: Finder | None = None  # of peers in the same network
-    reach: ReachConfig = field(default_factory=ReachConfig)
+    reach: AutoNatConfig = field(default_factory=AutoNatConfig)
 
 
 def relaying(line: LimitsSection) -> RelayConfig:
@@ -71,9 +71,9 @@ class Connectivity:
         self._host, self._clock = host, clock
         self.config = config or ConnectivityConfig()
         self.circuits = Circuits(host, clock)
-        self.reach = Reach(host, clock, self.config.reach)
-        self.punching = Punching(host, clock)
-        self.reserving = Reserving(host, self.circuits, clock, net[1])
+        self.reach = AutoNat(host, clock, self.config.reach)
+        self.punching = HolePuncher(host, clock)
+        self.reserving = RelayReservations(host, self.circuits, clock, net[1])
         self.relay = Relay(host, clock, keypair, self.config.relaying) if self.config.relay else None
         self.portmap = PortMapping(host, self.config.routers) if self.config.routers else None
         finder, dht = self.config.finder, net[1]

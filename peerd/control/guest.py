@@ -50,7 +50,7 @@ class GuestFlags:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinWish:
+class JoinRequest:
     """What the user gives beside a line `peerd://...`: only this may name code and files of this machine."""
 
     yes: bool = False

@@ -17,7 +17,7 @@ from typing import Any, Final
 import trio
 
 from peerd.core.errors import ConfigError, PeerdError
-from peerd.home import Running, forget, notes, socket_path
+from peerd.home import RunningDaemon, forget, notes, socket_path
 
 CALLERS: Final = 8  # at once; the watchers of one user
 ANSWER_TIMEOUT_S: Final = 10.0  # for building a snapshot and sending it
@@ -88,7 +88,7 @@ def fetch(path: str, *, timeout_s: float = ANSWER_TIMEOUT_S + 2) -> dict[str, An
     return found
 
 
-def alive(note: Running) -> bool:
+def alive(note: RunningDaemon) -> bool:
     """True while this daemon still takes connections."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(1.0)
@@ -101,11 +101,11 @@ def alive(note: Running) -> bool:
     return True
 
 
-def running() -> list[Running]:
+def running() -> list[RunningDaemon]:
     """This user's living daemons; the notes of dead ones are removed on the way."""
     if not SUPPORTED:
         return []
-    living: list[Running] = []
+    living: list[RunningDaemon] = []
     for note in notes():
         if alive(note):
             living.append(note)

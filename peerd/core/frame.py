@@ -13,8 +13,8 @@ shape, coding and block alone, so the length is checked before anything is alloc
 A payload may grow while it is sent (`ReadyBytes`): the receiver sees no difference.
 
 A hostile peer may send: another version, unknown codes, flags or blocks; more dims than allowed; dims whose product
-overflows or is masked by a zero; a length that does not fit; little that claims to unpack into much (what is
-unpacked is bounded here, and counted as if it had been sent in machine/rpc/codec). Each raises `ProtocolViolation`.
+overflows or is masked by a zero; a length that does not fit; little that claims to unpack into much (what is unpacked
+is bounded here, and counted as if it had been sent in machine/rpc/message_codec). Each raises `ProtocolViolation`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from peerd.demo.expert_scene import ExpertScene, HostRow
 from peerd.demo.scene import Scene, StageRow
 from peerd.screen import units
 from peerd.screen.chart import Curve
-from peerd.screen.frame import Columns, Picture, bar, compose
-from peerd.screen.live import FullScreen
+from peerd.screen.frame import Columns, FramePicture, bar, compose
+from peerd.screen.full_screen import FullScreen
 
 LINE_PERIOD_S: Final = 5.0
 LEFT_LINES: Final = 24  # of the last picture, which stays on the usual screen
@@ -65,7 +65,7 @@ class LiveScreen:
     def __init__(self, console: Console) -> None:
         self._screen = FullScreen(console)
         self._screen.__enter__()
-        self._last: Picture | None = None
+        self._last: FramePicture | None = None
 
     def update(self, scene: Scene, now_s: float) -> None:
         self._last = picture(scene, now_s)
@@ -93,7 +93,7 @@ def headline(scene: Scene) -> list[str]:
     return facts
 
 
-def picture(scene: Scene, now_s: float) -> Picture:
+def picture(scene: Scene, now_s: float) -> FramePicture:
     """Everything at once."""
     again = scene.redone + scene.requeued
     done = [f"microbatches {units.count(scene.microbatches)}, done again {units.count(again)}, lost {scene.lost}"]
@@ -103,7 +103,7 @@ def picture(scene: Scene, now_s: float) -> Picture:
     step, *figures = headline(scene)
     progress = bar(scene.step / max(scene.total_steps, 1), BAR)
     first = [Text("peerd demo", "bold"), Text(step, "bold"), progress, Text(f"after {units.duration(now_s)}")]
-    return Picture(
+    return FramePicture(
         head=[first, [Text(told) for told in figures]],
         title=Text.assemble(("loss, nats per byte: ", "bold"), ("training", TRAIN), "  ", ("validation", VALID)),
         curves=[Curve(sorted(scene.losses.items()), TRAIN), Curve(sorted(scene.valid_losses.items()), VALID)],

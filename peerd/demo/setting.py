@@ -27,7 +27,7 @@ _KINDS = {".jsonl": "jsonl", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoWish:
+class DemoConfig:
     """The demo's command line."""
 
     steps: int | None
@@ -53,7 +53,7 @@ def config_file(name: str) -> Path:
     raise ConfigError(f"configs/{name} is missing from this installation; install peerd again")
 
 
-def prepare(wish: DemoWish) -> tuple[Path, RunFile]:
+def prepare(wish: DemoConfig) -> tuple[Path, RunFile]:
     """The demo's folder, with `run.yaml` in it, and the run."""
     run = load_run(config_file(_FILES[wish.kind])).run
     if run.experts is not None:

@@ -31,7 +31,7 @@ from peerd.core.errors import ConfigError
 from peerd.core.limits import LAST_STEP
 from peerd.core.run.runfile import RANK
 from peerd.daemon import Daemon
-from peerd.library.background import CLOSE_S, BackgroundWish, Closed, failure_of
+from peerd.library.background import CLOSE_S, BackgroundConfig, Closed, failure_of
 from peerd.library.loop_run import (
     LoopSettings,
     access_section,
@@ -43,7 +43,7 @@ from peerd.library.loop_run import (
     shared_yaml,
 )
 from peerd.training.user_loop.averager import UserPart, role_for
-from peerd.training.user_loop.handoff import Desk
+from peerd.training.user_loop.handoff import GradientHandoff
 
 _PATIENCE_S: Final = 10.0  # with a user who is elsewhere while the others step
 _DELAYED_PATIENCE_S: Final = 45.0  # where that is the rule: the user computes for the next step; others wait a minute
@@ -141,8 +141,8 @@ class AveragingOptimizer:
             clip_norm=clip_norm,
         )
         self._run = self._settings.run_file(self._model)
-        self._wish = BackgroundWish.of(bootstrap, listen, data_dir, (alone, wait_s), log_level)
-        self._desk = Desk(_DELAYED_PATIENCE_S if delayed else _PATIENCE_S, int(delayed))
+        self._wish = BackgroundConfig.of(bootstrap, listen, data_dir, (alone, wait_s), log_level)
+        self._desk = GradientHandoff(_DELAYED_PATIENCE_S if delayed else _PATIENCE_S, int(delayed))
         self._part = UserPart(self._model, self._desk, min_peers, saves=data_dir is not None)
         self._last_status: dict[str, object] = {}
 

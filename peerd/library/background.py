@@ -18,7 +18,7 @@ from typing import Final
 import outcome
 
 from peerd.config import check_addresses
-from peerd.control.company import CompanyWish
+from peerd.control.company import CompanyConfig
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.run.runfile import RunFile
 from peerd.daemon import Daemon, DaemonPlan, leaf
@@ -33,13 +33,13 @@ class Closed(PeerdError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackgroundWish:
+class BackgroundConfig:
     """A user's wishes for the peer. `home` None: a folder that goes with it; `log_level` None: nothing on stderr."""
 
     bootstrap: tuple[str, ...]
     listen: tuple[str, ...]
     home: Path | None
-    company: CompanyWish
+    company: CompanyConfig
     log_level: str | None
 
     @classmethod
@@ -50,7 +50,7 @@ class BackgroundWish:
         data_dir: str | os.PathLike[str] | None,
         company: tuple[bool, float | None],
         log_level: str | None,
-    ) -> BackgroundWish:
+    ) -> BackgroundConfig:
         """The wishes as a user gives them; `company`: alone, and wait_s. ConfigError for what cannot be used."""
         check_texts("bootstrap", bootstrap)
         check_texts("listen", listen)
@@ -86,12 +86,12 @@ class BackgroundWish:
         return stack.enter_context(assembled(plan, None if silent else sys.stderr))
 
 
-def company_wish(alone: bool, wait_s: float | None) -> CompanyWish:
+def company_wish(alone: bool, wait_s: float | None) -> CompanyConfig:
     """The wish for peers to begin with, of a library's user."""
     if wait_s is not None and not wait_s > 0:
         raise ConfigError(f"wait_s is {wait_s}; it must be above 0, or None: for as long as it takes")
     patience_s = math.inf if wait_s is None else wait_s
-    return CompanyWish(alone=alone, advice="alone=True begins without", patience_s=patience_s)
+    return CompanyConfig(alone=alone, advice="alone=True begins without", patience_s=patience_s)
 
 
 def check_texts(option: str, addresses: Sequence[str]) -> None:

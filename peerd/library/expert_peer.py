@@ -29,7 +29,7 @@ from peerd.core.experts.contract import ExpertAsk, ExpertCaller, ExpertReply
 from peerd.core.experts.grid import Uid
 from peerd.core.run.runfile import RunFile
 from peerd.daemon import Daemon
-from peerd.library.background import CLOSE_S, BackgroundWish, Closed, failure_of
+from peerd.library.background import CLOSE_S, BackgroundConfig, Closed, failure_of
 from peerd.training.user_loop.expert_calls import CallerPart, calls_role_for
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ExpertPeer:
         self.run = run if isinstance(run, RunFile) else load_run(Path(run)).run
         if self.run.experts is None:
             raise ConfigError(f"run {self.run.run!r} has no experts: its run file lacks the section experts")
-        wish = BackgroundWish.of(bootstrap, listen, data_dir, (alone, wait_s), log_level)
+        wish = BackgroundConfig.of(bootstrap, listen, data_dir, (alone, wait_s), log_level)
         self._wish = dataclasses.replace(wish, bootstrap=(*self.run.bootstrap, *wish.bootstrap))
         self._part = CallerPart(self._opened)
         self._begun: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()

@@ -13,7 +13,7 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import is_relayed
 from peerd.core.errors import Unreachable
-from peerd.machine.connectivity.happy_eyeballs import GIVE_WAY_S, DropAttempt, Race, Try
+from peerd.machine.connectivity.happy_eyeballs import GIVE_WAY_S, DropAttempt, HappyEyeballs, Try
 from peerd.signals import Signal
 
 Attempt = Callable[[Multiaddr], Awaitable[None]]
@@ -47,7 +47,7 @@ class RaceRun:
 
     async def run(self) -> None:
         """Run the attempts until `stop` was called, or all addresses have failed."""
-        race = Race(trio.current_time())
+        race = HappyEyeballs(trio.current_time())
         async with trio.open_nursery() as nursery:
             while not self._over:
                 step = race.next(trio.current_time(), self._order())
@@ -63,7 +63,7 @@ class RaceRun:
                     with trio.CancelScope(deadline=step.until_s):
                         await self._news.wait()
 
-    async def _try(self, race: Race, addr: Multiaddr, scope: trio.CancelScope) -> None:
+    async def _try(self, race: HappyEyeballs, addr: Multiaddr, scope: trio.CancelScope) -> None:
         try:
             with scope:
                 await self._attempt(addr)

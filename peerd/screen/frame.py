@@ -36,7 +36,7 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class FramePicture:
     """See the module's header. Events are oldest first."""
 
     head: Sequence[Parts]
@@ -54,14 +54,14 @@ class Picture:
 class Framed:
     """A picture as rich draws it: as large as the screen is at that moment."""
 
-    picture: Picture
+    picture: FramePicture
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width, options.height or console.height
         yield Text("\n").join(compose(self.picture, width, height))
 
 
-def compose(picture: Picture, width: int, height: int) -> list[Text]:
+def compose(picture: FramePicture, width: int, height: int) -> list[Text]:
     """`height` lines, none wider than `width`; on a screen that is too small for all of it the top stays."""
     head = [line for parts in picture.head for line in flow(parts, width)]
     foot = [line for parts in [*picture.facts, [picture.foot]] for line in flow(parts, width)]
@@ -113,7 +113,7 @@ def _row(cells: Sequence[Text], sizes: Sequence[int], right: frozenset[int]) -> 
     return line
 
 
-def _middle(picture: Picture, width: int, room: int) -> list[Text]:
+def _middle(picture: FramePicture, width: int, room: int) -> list[Text]:
     """Chart, table and events, in at most `room` lines."""
     if width >= WIDE and picture.events:
         return _side_by_side(picture, width, room)
@@ -128,7 +128,7 @@ def _middle(picture: Picture, width: int, room: int) -> list[Text]:
     return [*_chart(picture, width, room - len(shown) - len(newest)), *shown, *newest]
 
 
-def _side_by_side(picture: Picture, width: int, room: int) -> list[Text]:
+def _side_by_side(picture: FramePicture, width: int, room: int) -> list[Text]:
     want = max(1 + len(picture.table.rows), min(len(picture.events), room // 3), round(room * (1 - _CHART_PART)))
     low = min(want, max(_TABLE_LEAST, room - _CHART_LEAST), room)
     table = table_lines(picture.table, int(width * _TABLE_PART), low)
@@ -144,7 +144,7 @@ def _side_by_side(picture: Picture, width: int, room: int) -> list[Text]:
     return [*_chart(picture, width, room - low), *lines]
 
 
-def _chart(picture: Picture, width: int, height: int) -> list[Text]:
+def _chart(picture: FramePicture, width: int, height: int) -> list[Text]:
     """The chart under its title; nothing where there is no room for a curve."""
     if height < _CHART_LEAST - 1:
         return [Text("")] * max(0, height)

@@ -31,9 +31,9 @@ from peerd.core.limits import ACCESS_MET, ACCESS_TOLD, RPC_ERROR_CHARS
 from peerd.core.messages.encoding import Message
 from peerd.core.messages.token import NO_TOKEN, RevokedData, TokenData, revoked_key
 from peerd.core.run.runfile import RunFile
-from peerd.machine.access.members import FREE, OPEN, MemberRoll
-from peerd.machine.rpc.accounting import MethodName
+from peerd.machine.access.members import FREE, OPEN, RunMembers
 from peerd.machine.rpc.declaration import Declaration, Shows
+from peerd.machine.rpc.method_load import MethodName
 from peerd.net.host.host import Host, PeerDown
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.inbound import renewed
@@ -76,7 +76,7 @@ class Presented(Message, frozen=True):
     revoked: RevokedData
 
 
-class Papers(Protocol):
+class Credentials(Protocol):
     """This peer's files: its token and lists of revoked tokens, read again now and then. A disk may be slow."""
 
     async def token(self) -> bytes:
@@ -111,8 +111,8 @@ class _Exchange:
 class Access:
     """The gate of one peer to one run. Nothing is served until `run`."""
 
-    def __init__(self, run: RunFile, host: Host, rpc: Rpc, clock: Clock, papers: Papers) -> None:
-        self.roll = MemberRoll(run.run, PeerId.parse(run.access.organizer), run.pipeline.stages)
+    def __init__(self, run: RunFile, host: Host, rpc: Rpc, clock: Clock, papers: Credentials) -> None:
+        self.roll = RunMembers(run.run, PeerId.parse(run.access.organizer), run.pipeline.stages)
         self.refused = 0  # calls turned away
         self._host, self._rpc, self._clock, self._papers = host, rpc, clock, papers
         self._token = b""

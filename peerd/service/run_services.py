@@ -26,29 +26,29 @@ from peerd.machine.pipeline.route_policy import RoutePolicy
 from peerd.machine.pipeline.routes import Route
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.net.host.host import Host
-from peerd.service.averaging.preconnect import Assembling
+from peerd.service.averaging.preconnect import Preconnector
 from peerd.service.conductor.commit_proofs import CommitProofs, trusted_peers
 from peerd.service.conductor.conductor_client import ConductorClient
-from peerd.service.conductor.conductor_server import Conducting
+from peerd.service.conductor.conductor_server import ConductorServer
 from peerd.service.conductor.orders import ConductingConfig
-from peerd.service.conductor.placing import Placing
+from peerd.service.conductor.placing import StageFinder
 from peerd.service.conductor.rivals import Rivals
 from peerd.service.dht.dht import Dht
 from peerd.service.network.link_watch import LinkWatch
 from peerd.service.pipeline.direct import DirectPipeline
-from peerd.service.pipeline.schedule import Pipeline
+from peerd.service.pipeline.schedule import MicrobatchSchedule
 from peerd.service.pipeline.stage_calls import StageCalls
-from peerd.service.pipeline.stage_client import TrainerPapers
+from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.state.snapshot import KEPT, Fetcher, Giving, Snapshots
-from peerd.service.swarm.contributions import Tally, TallyOf
+from peerd.service.state.snapshot import KEPT, SnapshotFetcher, Snapshots, StateServer
+from peerd.service.swarm.contributions import ContributionOf, ContributionTally
 from peerd.service.swarm.counted_record import CountedRecord
-from peerd.service.swarm.dial_trainers import CallingIn
+from peerd.service.swarm.dial_trainers import TrainerDialer
 from peerd.service.swarm.directory import Directory
 from peerd.service.swarm.run_view import RunView
 
 if TYPE_CHECKING:
-    from peerd.service.averaging.allreduce import Averaging
+    from peerd.service.averaging.allreduce import AllReduceService
     from peerd.service.experts.expert_client import ExpertClient
     from peerd.service.experts.expert_directory import ExpertDirectory
 
@@ -96,7 +96,7 @@ class RunServices:
         self.fingerprint = fingerprint(run)
         self.clock = clock
         self._host, self._rpc, self._dht = host, rpc, dht
-        self._tallies: dict[str, Tally] = {}
+        self._tallies: dict[str, ContributionTally] = {}
         self._corpus: dict[str, str] = {}
         self.directory = Directory(run.run, run.pipeline.stages, host, dht, rpc.gate)
         self.following = ConductorClient(rpc, host.id, self.directory, ways=self)
@@ -260,16 +260,16 @@ class RunServices:
 
     def pipeline(
         self, grant_of: Callable[[int], Grant | None], evaluation_grant: Callable[[], Grant | None]
-    ) -> Pipeline | DirectPipeline:
+    ) -> MicrobatchSchedule | DirectPipeline:
         """For a trainer: calls to the stages. `grant_of`: the grant for a microbatch of ours, by its number.
 
         `evaluation_grant`: the newest grant to evaluate.
         """
-        papers = TrainerPapers(self._host.id.text, grant_of, self._host.sign, evaluation_grant)
+        papers = TrainerCredentials(self._host.id.text, grant_of, self._host.sign, evaluation_grant)
         direct = self.run.pipeline.handover == "direct" and self.run.pipeline.stages > 1
         if direct:
             return DirectPipeline(self.run, self._rpc, self.clock, self, papers, self.route, self._policy)
-        return Pipeline(self.run, self._rpc, self.clock, self, papers, self.route)
+        return MicrobatchSchedule(self.run, self._rpc, self.clock, self, papers, self.route)
 
     def linked(self, peer: PeerId) -> bool:
         """True when calls get through to `peer` though it cannot be dialed; a replica is called by its own trainer."""
@@ -280,7 +280,7 @@ class RunServices:
         if peer == self._host.id:
             return "direct"
         link = self._host.links.best(peer)
-        return "" if link is None else "relay" if link.way == path_selection.Way.RELAYED else "direct"
+        return "" if link is None else "relay" if link.way == path_selection.PathKind.RELAYED else "direct"
 
     def doubt(self, peer: PeerId) -> float:
         """An answer is overdue: check that the peer is still there; returns the seconds since it was last heard."""
@@ -302,19 +302,19 @@ class RunServices:
         return StageCalls(self._rpc, self.run, lambda: self.following.conductor)
 
     @cached_property
-    def averaging(self) -> Averaging:
+    def averaging(self) -> AllReduceService:
         """All-reduce inside the stages that this peer serves or helps; serves `average/2` from now on."""
-        from peerd.service.averaging.allreduce import Averaging  # brings numpy, which a backbone does not need
+        from peerd.service.averaging.allreduce import AllReduceService  # brings numpy, which a backbone does not need
 
-        averaging = Averaging(self._rpc, self._host.id, self._host.pace)
+        averaging = AllReduceService(self._rpc, self._host.id, self._host.pace)
         self._host.book.members_by(averaging.takes_part)
         return averaging
 
-    def tally(self, role: str, file: Path, worker: Worker) -> Tally:
+    def tally(self, role: str, file: Path, worker: Worker) -> ContributionTally:
         """A role's tally of contributions, for the leader-board; `file`, written on `worker`, outlives a restart."""
         if role not in self._tallies:
-            of = TallyOf(self.run.run, role, file, worker)
-            self._tallies[role] = Tally(of, self._dht, self.clock, self._rpc.gate)
+            of = ContributionOf(self.run.run, role, file, worker)
+            self._tallies[role] = ContributionTally(of, self._dht, self.clock, self._rpc.gate)
         return self._tallies[role]
 
     def snapshots(self) -> Snapshots:
@@ -322,43 +322,43 @@ class RunServices:
         return Snapshots(self._rpc, self.clock.rng("state"), self._giving)
 
     @cached_property
-    def _giving(self) -> Giving:
-        giving = Giving(self._rpc)
+    def _giving(self) -> StateServer:
+        giving = StateServer(self._rpc)
         giving.is_member = self._is_member
         return giving
 
     def _is_member(self, peer: PeerId) -> bool:
         return peer in self.following.known()
 
-    def assembling(self) -> Assembling:
+    def assembling(self) -> Preconnector:
         """For a member or a helper: links to all others of its rounds, before they are needed."""
-        return Assembling(self._host, self.following, self.run.averaging.group_size)
+        return Preconnector(self._host, self.following, self.run.averaging.group_size)
 
-    def placing(self) -> Placing:
+    def placing(self) -> StageFinder:
         """For a stage peer: the stage to serve, when it joins and when another one is empty."""
         rivals = Rivals(self.fingerprint, self._rpc, self._host, self.following)
-        return Placing(self.fingerprint, self.following, rivals, self.clock)
+        return StageFinder(self.fingerprint, self.following, rivals, self.clock)
 
-    def calling_in(self) -> CallingIn:
+    def calling_in(self) -> TrainerDialer:
         """For a stage peer: links to trainers, which cannot make them where this peer can only dial."""
-        return CallingIn(self._host, self._dht, self.directory)
+        return TrainerDialer(self._host, self._dht, self.directory)
 
-    def fetcher(self) -> Fetcher:
+    def fetcher(self) -> SnapshotFetcher:
         """For an observer: fetch state from stage peers."""
-        return Fetcher(self._rpc, self.clock.rng("state"))
+        return SnapshotFetcher(self._rpc, self.clock.rng("state"))
 
-    def kept_fetcher(self) -> Fetcher:
+    def kept_fetcher(self) -> SnapshotFetcher:
         """For a stage peer: fetch checkpoints that backbones keep."""
-        return Fetcher(self._rpc, self.clock.rng("kept"), KEPT)
+        return SnapshotFetcher(self._rpc, self.clock.rng("kept"), KEPT)
 
-    def kept_giving(self) -> Giving:
+    def kept_giving(self) -> StateServer:
         """For a backbone: give the checkpoints that it keeps; serves `kept/1` from now on."""
-        giving = Giving(self._rpc, KEPT)
+        giving = StateServer(self._rpc, KEPT)
         giving.is_member = self._is_member
         return giving
 
     @cached_property
-    def conducting(self) -> Conducting:
+    def conducting(self) -> ConductorServer:
         """The conductor's service of this peer, idle until it has the duty; run by its post of stage 0."""
         run = self.run
         sizes = ConductorConfig(
@@ -385,6 +385,6 @@ class RunServices:
             samples=run.batch.target_samples,
             prepare_timeout_s=_PREPARE_S + _SILENCES * run.averaging.sender_timeout_s,
         )
-        conducting = Conducting(config, self._rpc, self._host, self.clock, self.following, self.proofs)
+        conducting = ConductorServer(config, self._rpc, self._host, self.clock, self.following, self.proofs)
         conducting.publish_counts(CountedRecord(run.run, self._dht, self._rpc.gate))
         return conducting

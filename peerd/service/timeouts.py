@@ -29,7 +29,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.control.company._FIRST_WORD_S": PAUSE,
     "peerd.control.socket.ANSWER_TIMEOUT_S": LOCAL,
     "peerd.daemon.WITHDRAW_S": LEAVING,
-    "peerd.demo.parent.START_S": LOCAL,
+    "peerd.demo.story.START_S": LOCAL,
     # data and devices
     "peerd.compute.data.http_fetch.READ_TIMEOUT_S": BYTES,
     "peerd.compute.worker.CLOSE_TIMEOUT_S": LEAVING,
@@ -99,7 +99,7 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.training.contributor._LEAVE_PATIENCE_S": LEAVING,
     # states and checkpoints
     "peerd.service.state.fetch._RELEASE_S": SMALL,
-    "peerd.service.state.serve._MEET_S": AGAIN,
+    "peerd.service.state.state_server._MEET_S": AGAIN,
     "peerd.training.checkpoints.checkpoint_recovery._PROOFS_S": AGAIN,
     "peerd.training.checkpoints.evidence_store._LAST_S": LEAVING,
     "peerd.training.stage.post._BRANCH_S": BYTES,

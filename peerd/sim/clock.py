@@ -49,7 +49,7 @@ class SimClock:
         return random.Random(f"{self._root}/rng/{purpose}")
 
 
-class Agenda:
+class SimAgenda:
     """Calls functions at instants of trio's clock, in order of time, then of asking.
 
     What is due at once runs at once, unless something asked for earlier is due too. One task, started with `run`,

@@ -41,7 +41,7 @@ class HostileReport:
     slowest_s: float
 
 
-class Adversary:
+class HostileNodes:
     """Hostile nodes that know each other."""
 
     def __init__(self, sim: HeapSim, nodes: list[HeapNode], seed: int) -> None:
@@ -96,7 +96,7 @@ def measure_hostile(seed: int, plan: HostilePlan, config: HeapSimConfig | None =
     sim, rng = HeapSim(seed, config), random.Random(f"{seed}/plan")
     sim.settle(plan.nodes, lazily=True)
     hostile = rng.sample(sim.nodes, round(plan.share * plan.nodes))
-    Adversary(sim, hostile, seed)
+    HostileNodes(sim, hostile, seed)
     honest = [node for node in sim.nodes if node.answers is None]
     sim.run(1.0)
     keys = [Key.of(f"value {number}") for number in range(plan.values)]

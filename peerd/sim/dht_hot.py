@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from peerd.core.ids import Key
 from peerd.machine.dht import messages as q
-from peerd.sim.dht_hostile import Adversary
+from peerd.sim.dht_hostile import HostileNodes
 from peerd.sim.heapsim import HeapNode, HeapSim, HeapSimConfig
 
 
@@ -44,7 +44,7 @@ def measure_hot(seed: int, plan: HotPlan, config: HeapSimConfig | None = None) -
     sim, rng = HeapSim(seed, config), random.Random(f"{seed}/plan")
     sim.settle(plan.nodes, lazily=True)
     hostile = rng.sample(sim.nodes, round(plan.hostile * plan.nodes))
-    Adversary(sim, hostile, seed)
+    HostileNodes(sim, hostile, seed)
     honest = [node for node in sim.nodes if node.answers is None]
     sim.run(1.0)
     key = Key.of(f"hot {seed}")

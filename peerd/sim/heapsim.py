@@ -20,7 +20,7 @@ from peerd.core.errors import LocalError
 from peerd.core.ids import Key, PeerId
 from peerd.core.record import Verifier
 from peerd.machine.dht import messages as q
-from peerd.machine.dht.node import Kademlia
+from peerd.machine.dht.kademlia import Kademlia
 from peerd.machine.dht.node_state import KademliaConfig
 from peerd.machine.dht.routing_table import KEY_BITS, Contact
 

@@ -17,7 +17,7 @@ from multiaddr import Multiaddr
 from peerd.core.addr import tcp_addr, tcp_place
 from peerd.core.errors import ConfigError, Unreachable
 from peerd.sim.simnet import SimNet, SimNode
-from peerd.sim.wire import Pipe
+from peerd.sim.wire import SimPipe
 
 _MEMORY: Final = b"\x89\x06"  # multiaddr code 0x0309 as a varint; its value has 8 bytes
 _FIRST_PORT: Final = 4001  # given to listeners that ask for any
@@ -28,7 +28,11 @@ class MemoryLink:
     """One end of a connection: a RawLink."""
 
     def __init__(
-        self, net: SimNet, node: SimNode, pipes: tuple[Pipe[SimNode], Pipe[SimNode]], ends: tuple[Multiaddr, Multiaddr]
+        self,
+        net: SimNet,
+        node: SimNode,
+        pipes: tuple[SimPipe[SimNode], SimPipe[SimNode]],
+        ends: tuple[Multiaddr, Multiaddr],
     ) -> None:
         """`pipes`: out and in; `ends`: this one and the other."""
         self._net = net
@@ -241,7 +245,7 @@ class MemoryTransport:
             raise Unreachable("connection refused")
         if net.config.dial_failure > 0 and here.rng.random() < net.config.dial_failure:
             raise Unreachable("connection reset while dialling")
-        to, back = Pipe(net, here, there), Pipe(net, there, here)
+        to, back = SimPipe(net, here, there), SimPipe(net, there, here)
         source = tcp_addr(here.ip, _port(here, 32768))
         link = MemoryLink(net, here, (to, back), (source, addr))
         other = MemoryLink(net, there, (back, to), (addr, source))

@@ -23,7 +23,7 @@ from peerd.core.addr import tcp_addr, tcp_place
 from peerd.core.errors import ConfigError, Unreachable
 from peerd.sim.memory import MemoryLink, MemoryListener
 from peerd.sim.simnet import SimLine, SimNet, SimNode
-from peerd.sim.wire import Pipe
+from peerd.sim.wire import SimPipe
 
 Kind = Literal["public", "firewall", "full-cone", "port-restricted", "symmetric"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -109,20 +109,20 @@ class Internet:
 
     def __init__(self, net: SimNet) -> None:
         self.net = net
-        self.homes: dict[str, Home] = {}  # by public address
+        self.homes: dict[str, NatHome] = {}  # by public address
 
-    def home(self, name: str, kind: Kind, *, resets: bool = False, line: SimLine | None = None) -> Home:
+    def home(self, name: str, kind: Kind, *, resets: bool = False, line: SimLine | None = None) -> NatHome:
         """A new machine, behind a new router unless it is public. `resets`: RST instead of silence."""
         number = len(self.homes) + 1
         ip = f"45.{number >> 8}.{number & 255}.1"
         node = self.net.add_node(name, line, ip=ip)
         hidden = kind not in ("public", "firewall")
         router = SimRouter(kind, ip, f"192.168.{number & 255}.2" if hidden else ip)
-        home = self.homes[ip] = Home(self, node, router, resets)
+        home = self.homes[ip] = NatHome(self, node, router, resets)
         return home
 
 
-class Home:
+class NatHome:
     """One machine's Transport."""
 
     def __init__(self, internet: Internet, node: SimNode, router: SimRouter, resets: bool) -> None:
@@ -188,7 +188,7 @@ class Home:
         if there is not None:
             self._later(there._node, lambda: there._asked(self, source, request))
 
-    def _asked(self, asker: Home, source: SimPlace, request: _Request) -> None:
+    def _asked(self, asker: NatHome, source: SimPlace, request: _Request) -> None:
         """A first packet has come from `asker`, which is `source` out there."""
         port = self.router.into(request.target.port, source)
         if port is None:
@@ -204,7 +204,7 @@ class Home:
             self._later(asker._node, lambda: request.answer(None))
 
     def _connect(
-        self, request: _Request, other: tuple[Home, int], source: SimPlace, end: _Request | MemoryListener
+        self, request: _Request, other: tuple[NatHome, int], source: SimPlace, end: _Request | MemoryListener
     ) -> None:
         """The answer of `other`, a home and its port, has come. `source`: how we look from there."""
         if request.over:
@@ -213,7 +213,7 @@ class Home:
         if isinstance(end, _Request) and end.over:
             request.answer(None)
             return
-        to, back = Pipe(net, self._node, there._node), Pipe(net, there._node, self._node)
+        to, back = SimPipe(net, self._node, there._node), SimPipe(net, there._node, self._node)
         near = MemoryLink(
             net, self._node, (to, back), (tcp_addr(self.router.inside, request.port), request.target.addr)
         )

@@ -20,9 +20,9 @@ from typing import Protocol
 import trio
 
 from peerd.core.errors import LocalError
-from peerd.sim.clock import Agenda
+from peerd.sim.clock import SimAgenda
 from peerd.sim.trace import Trace
-from peerd.sim.wire import PACKET_BYTES, RETRANSMIT_MIN_S, Pipe, Segment, SimulatedLine
+from peerd.sim.wire import PACKET_BYTES, RETRANSMIT_MIN_S, Segment, SimPipe, SimulatedLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +109,13 @@ class SimNet:
         self.seed = seed
         self.config = config or NetConfig()
         self.trace = trace or Trace()
-        self.agenda = Agenda()
+        self.agenda = SimAgenda()
         self.nodes: dict[str, SimNode] = {}
         self._by_ip: dict[str, SimNode] = {}
         self._paths: dict[tuple[str, str], SimPath] = {}
         self._bottlenecks: dict[tuple[str, str], SimulatedLine] = {}  # of paths that have, or had, a rate of their own
         self._blocked: dict[tuple[str, str], None] = {}
-        self._holding: dict[Pipe[SimNode], None] = {}
+        self._holding: dict[SimPipe[SimNode], None] = {}
         self.memory_listeners: dict[str, Listening] = {}  # of /memory/<n> addresses, which name no node
         self.next_memory = 0
 
@@ -275,7 +275,7 @@ class SimNet:
 
     # --- for pipes ---
 
-    def hold(self, pipe: Pipe[SimNode]) -> None:
+    def hold(self, pipe: SimPipe[SimNode]) -> None:
         """The pipe has bytes that can't pass."""
         self._holding[pipe] = None
         self.agenda.at(trio.current_time() + self.config.give_up_s, functools.partial(self._give_up, pipe))
@@ -297,12 +297,12 @@ class SimNet:
             if self.passes(pipe.source, pipe.target):
                 self.agenda.at(pipe.retry_at(), functools.partial(self._release, pipe))
 
-    def _release(self, pipe: Pipe[SimNode]) -> None:
+    def _release(self, pipe: SimPipe[SimNode]) -> None:
         if pipe in self._holding and self.passes(pipe.source, pipe.target):
             del self._holding[pipe]
             pipe.release()
 
-    def _give_up(self, pipe: Pipe[SimNode]) -> None:
+    def _give_up(self, pipe: SimPipe[SimNode]) -> None:
         if pipe not in self._holding or trio.current_time() < pipe.held_since_s + self.config.give_up_s:
             return
         if not (pipe.source.stalled or pipe.target.stalled):

@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import trio
 
-from peerd.sim.clock import Agenda
+from peerd.sim.clock import SimAgenda
 
 TURN_S: Final = 0.01  # what one turn of a flow on an access line should take: short, so that flows share smoothly,
 TURN_BYTES_MIN: Final = 4 << 10  # but not so short
@@ -33,7 +33,7 @@ RETRANSMIT_MAX_S: Final = 120.0  # its ceiling (RFC 6298 allows 60 s or more)
 class Segment:
     """Some bytes on their way; `last` marks the end of the writer's bytes."""
 
-    pipe: Pipe[Any]
+    pipe: SimPipe[Any]
     data: bytes
     last: bool = False
     complete_s: float = -math.inf  # when its last bits come to the path's own line
@@ -49,14 +49,14 @@ class SimulatedLine:
     `begun(segment, start_s, end_s)` is called when a segment starts, `done(segment)` at its end.
     """
 
-    agenda: Agenda
+    agenda: SimAgenda
     begun: Callable[[Segment, float, float], None] | None = None
     done: Callable[[Segment], None] | None = None
     bytes_per_s: float = math.inf
     busy_s: float = 0.0  # seconds spent sending so far
     _free_at_s: float = -math.inf
     _wakes: bool = False  # `_next` will be called when the line is free
-    _waiting: dict[Pipe[Any], deque[Segment]] = field(default_factory=dict)
+    _waiting: dict[SimPipe[Any], deque[Segment]] = field(default_factory=dict)
 
     def offer(self, segment: Segment, *, came_s: float = 0.0) -> None:
         """Queue the segment behind the others of its pipe. `came_s`: for so long its bits have been coming in, and
@@ -116,7 +116,7 @@ M = TypeVar("M", bound=Endpoint, contravariant=True)
 class Medium(Protocol[M]):
     """The network between two machines; `simnet.SimNet` is one."""
 
-    agenda: Agenda
+    agenda: SimAgenda
 
     @property
     def window_bytes(self) -> int:
@@ -133,14 +133,14 @@ class Medium(Protocol[M]):
 
     def passes(self, source: M, target: M) -> bool: ...
 
-    def hold(self, pipe: Pipe[Any]) -> None: ...
+    def hold(self, pipe: SimPipe[Any]) -> None: ...
 
     def damage(self, source: M, data: bytes) -> bytes: ...
 
     def note_delivery(self, source: M, target: M, data: bytes) -> None: ...
 
 
-class Pipe(Generic[N]):
+class SimPipe(Generic[N]):
     """One direction of a connection, from a writer on `source` to a reader on `target`."""
 
     def __init__(self, net: Medium[N], source: N, target: N) -> None:

@@ -18,12 +18,12 @@ from peerd.core.messages.progress import TrainerProgress, encode_progress, pause
 from peerd.core.messages.swarm import MAX_MICROBATCHES, Done, MemberInfo, Seqs, TrainerAnswer, TrainerSync
 from peerd.machine.batch.trainer_ledger import (
     Begun,
-    Contribution,
     DropMicrobatch,
     Holding,
     Order,
     Repeat,
     Start,
+    TrainerLedger,
     told_at_once,
 )
 from peerd.machine.conductor.member_list import KnownMembers
@@ -95,7 +95,7 @@ class Contributor(Generic[T]):
         self._ctx, self._services, self._work = ctx, services, work
         self._following = services.following
         session = int.from_bytes(ctx.clock.secure_bytes(4), "big") >> 2
-        self.books: Contribution[T] = Contribution(session)
+        self.books: TrainerLedger[T] = TrainerLedger(session)
         self.answer: TrainerAnswer | None = None
         self.complete = False
         self.leaving = False

@@ -34,7 +34,7 @@ class Newcomer:
 
 
 @dataclass(frozen=True, slots=True)
-class RunSight:
+class RunObservation:
     """One observation of a run."""
 
     point: Point | None  # None: no peer is there
@@ -43,14 +43,14 @@ class RunSight:
     due_in_s: float | None = None  # until the step under way should end; None: unknown
 
 
-class Watching:
+class RunMonitor:
     """The observer of one run."""
 
     def __init__(self, ctx: RoleContext, services: RunServices) -> None:
         self._ctx, self._services = ctx, services
         self._met: dict[tuple[PeerId, int | None], float] = {}  # when seen last
 
-    async def look(self) -> RunSight:
+    async def look(self) -> RunObservation:
         """Observe the run once by its records. Records that the DHT does not return are missing."""
         announced = await self._services.directory.refresh()
         trainers = await self._trainers()
@@ -62,7 +62,7 @@ class Watching:
         present = [Newcomer(peer, stage) for stage, peers in enumerate(stages) for peer in peers]
         newcomers = self._new([*present, *(Newcomer(peer, None) for peer in trainers)])
         told = [(e.peer.text, e.progress.conductor, e.progress.step_at) for e in announced.values()]
-        return RunSight(point, stages, newcomers, foretold_in_s(told, self._ctx.clock.wall()))
+        return RunObservation(point, stages, newcomers, foretold_in_s(told, self._ctx.clock.wall()))
 
     async def _trainers(self) -> dict[PeerId, TrainerProgress]:
         found = {}

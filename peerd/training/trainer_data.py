@@ -22,7 +22,7 @@ from peerd.compute.tokenizer import load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.work import Worker
 from peerd.role import RoleContext
-from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.microbatch import Microbatch
 
 RETRY_S: Final = 10.0  # pause after the first failure; each further one doubles it
 LONGEST_RETRY_S: Final = 300.0
@@ -52,11 +52,11 @@ class TrainerData:
         """Open the text where this peer's last stream ended; ConfigError if it cannot serve."""
         self._stream = await self._patiently(self._open, "open the data")
 
-    async def take(self) -> Load:
+    async def take(self) -> Microbatch:
         """The samples of the next microbatch."""
         count = self._run.pipeline.microbatch
 
-        def take() -> tuple[Load, dict[str, Any]]:
+        def take() -> tuple[Microbatch, dict[str, Any]]:
             assert self._stream is not None
             samples = self._stream.take(count)
             return self._load(samples, self._stream.origins), self._stream.position()
@@ -65,7 +65,7 @@ class TrainerData:
         self._tell_skipped()
         return load
 
-    async def held_out(self) -> list[Load]:
+    async def held_out(self) -> list[Microbatch]:
         """Held-out samples for an evaluation, the same ones each time."""
         return await self._patiently(self._take_held_out, "take held-out samples")
 
@@ -147,16 +147,16 @@ class TrainerData:
                 stream = samples_of(run, name, cache=self._cache)  # the other one may have moved already
         return stream
 
-    def _take_held_out(self) -> list[Load]:
+    def _take_held_out(self) -> list[Microbatch]:
         run = self._run
         samples = samples_of(run, "all", "valid", self._cache).take(run.evaluate.samples)
         count = min(_EVALUATION_BATCH, run.pipeline.microbatch)
         return [self._load(samples[i : i + count]) for i in range(0, len(samples), count)]
 
-    def _load(self, samples: Tensor, origins: Sequence[str] = ()) -> Load:
+    def _load(self, samples: Tensor, origins: Sequence[str] = ()) -> Microbatch:
         """Samples [B, L + 1] as inputs and the tokens that follow them."""
         tokens = samples.to(self._token_dtype)
-        return Load(to_frame(tokens[:, :-1].contiguous()), to_frame(tokens[:, 1:].contiguous()), tuple(origins))
+        return Microbatch(to_frame(tokens[:, :-1].contiguous()), to_frame(tokens[:, 1:].contiguous()), tuple(origins))
 
     def _tell_skipped(self) -> None:
         """Warn of rows that were left out: of the first, and each time that their number has doubled."""

@@ -25,7 +25,7 @@ from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan
 from peerd.net.host.host import Host
 from peerd.net.host.line_meter import LineMeter
-from peerd.service.averaging.allreduce import Averaging
+from peerd.service.averaging.allreduce import AllReduceService
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from tests.kit.declared import ANY
 
@@ -85,7 +85,7 @@ class Averager:
     def __init__(self, host: Host, rpc: Rpc, gloo: Gloo | None) -> None:
         self._host, self._rpc, self._gloo = host, rpc, gloo
         rpc.serve(ORDER, Prepare, self.prepare, declared=ANY)
-        self._averaging = Averaging(rpc, host.id, host.pace)
+        self._averaging = AllReduceService(rpc, host.id, host.pace)
         self._worker: Worker = ThreadWorker()
         self._group: tuple[str, ...] = ()
         self._vector = self._total = np.empty(0, dtype=np.float32)

@@ -14,7 +14,7 @@ import torch
 import trio
 from torch import Tensor
 
-from peerd.compute.codec.async_codec import Coder
+from peerd.compute.codec.async_codec import AsyncCodec
 from peerd.compute.worker import DeviceWorker
 from peerd.core.frame import TensorFrame
 from peerd.core.run.runfile import BoundarySection
@@ -38,7 +38,7 @@ async def _of_code(code: str, rounds: int, name: str, width: int) -> dict[str, f
         DeviceWorker("coding", threads=1) as coding,
         trio.open_nursery() as nursery,
     ):
-        coder = Coder(coding, BoundarySection(code=code), name)  # type: ignore[arg-type]
+        coder = AsyncCodec(coding, BoundarySection(code=code), name)  # type: ignore[arg-type]
         await nursery.start(coder.run)
         scene = _Scene(device, coder, width)
         await scene.prepare()
@@ -70,7 +70,7 @@ class _Scene:
     values: Tensor
     frame: TensorFrame
 
-    def __init__(self, device: DeviceWorker, coder: Coder, width: int) -> None:
+    def __init__(self, device: DeviceWorker, coder: AsyncCodec, width: int) -> None:
         self._device, self._coder, self._width = device, coder, width
 
     async def prepare(self) -> None:

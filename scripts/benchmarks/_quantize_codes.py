@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks._quantize_cpu import Figures, Way, median_seconds, values
 from peerd.compute.codec import lossless
 from peerd.compute.codec.frames import decode, encode
-from peerd.compute.codec.policy import CodingPlan, Packing
+from peerd.compute.codec.policy import CodingPlan, PackingSpeed
 from peerd.compute.tensors import dtype_name
 from peerd.core.blockwise import CODES
 
@@ -82,7 +82,7 @@ def packed(raw: memoryview, itemsize: int, rounds: int) -> dict[str, float]:
         "unpack": partial(lossless.unpack, small, raw.nbytes, itemsize, name="a payload"),
     }
     seconds = median_seconds(ways, rounds)
-    found = Packing(small.nbytes / raw.nbytes, raw.nbytes / seconds["pack"], raw.nbytes / seconds["unpack"])
+    found = PackingSpeed(small.nbytes / raw.nbytes, raw.nbytes / seconds["pack"], raw.nbytes / seconds["unpack"])
     return {
         "ratio": found.ratio,
         "pack_gb_s": found.pack_bytes_per_s / 1e9,

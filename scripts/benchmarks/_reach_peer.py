@@ -28,7 +28,7 @@ from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.messages.encoding import Message
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.net.clock import RealClock
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.service.peer_stack import peer_stack
@@ -141,7 +141,7 @@ class Leaf:
         link = self.host.links.best(peer)
         if link is None:
             return "failed"
-        return ("direct" if link.way is Way.LOCAL else link.way.name).lower()
+        return ("direct" if link.way is PathKind.LOCAL else link.way.name).lower()
 
 
 async def main(listen: str, relay: str, dht: str, *known: str) -> None:

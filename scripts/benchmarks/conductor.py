@@ -23,7 +23,7 @@ from benchmarks._report import Figure, Report
 from peerd.core.keys import Keypair
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.messages.swarm import Mbs, MemberAnswer, MemberSync, Seqs, TrainerAnswer, TrainerSync
-from peerd.machine.batch.trainer_ledger import Contribution, Start
+from peerd.machine.batch.trainer_ledger import Start, TrainerLedger
 from peerd.machine.conductor.member_list import KnownMembers
 from peerd.machine.swarm.events import MoveEnded, PrepareEnded, SendMove, SendPrepare
 from peerd.machine.swarm.posts import post_name
@@ -111,7 +111,7 @@ class Load:
             seen, held = answer.version, answer.resend
 
     async def trainer(self, nursery: trio.Nursery, peer: Keypair, number: int, holders: list[str]) -> None:
-        books: Contribution[int] = Contribution(number + 1)
+        books: TrainerLedger[int] = TrainerLedger(number + 1)
         window = math.ceil(2 * self.microbatches / self.trainers / 3)
         known, seen, news, done = KnownMembers(), 0, [True], trio.Event()
 

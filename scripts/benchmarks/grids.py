@@ -21,18 +21,18 @@ from peerd.core.addr import parse_addr
 from peerd.core.keys import Keypair
 from peerd.core.messages.swarm import LineInfo, Mbs, Prepare
 from peerd.machine.averaging.allreduce import AveragingPlan
-from peerd.machine.averaging.member_plan import Terms, plan_of
+from peerd.machine.averaging.member_plan import MemberTerms, plan_of
 from peerd.machine.averaging.moshpit import grid_of
-from peerd.machine.averaging.topology import Grouping, OrderedGroup, round_s
-from peerd.machine.averaging.work_split import Lines
+from peerd.machine.averaging.topology import GroupTopology, OrderedGroup, round_s
+from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport
-from peerd.service.averaging.allreduce import Averaging, Vector
+from peerd.service.averaging.allreduce import AllReduceService, Vector
 from peerd.service.peer_stack import peer_stack
 
 T = TypeVar("T")
-TERMS = Terms(part_bytes=4 << 20, patience_s=60.0)
+TERMS = MemberTerms(part_bytes=4 << 20, patience_s=60.0)
 MODELLED = (8, 16, 32, 64, 128, 192)
 VECTOR_BYTES = 8 << 20
 MEASURED = ((10_000, False), (200_000, True), (1_000_000, False))  # values, and whether lines are known
@@ -55,7 +55,7 @@ class Peers:
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
         self._hosts: list[Host] = []
-        self._averaging: dict[str, Averaging] = {}
+        self._averaging: dict[str, AllReduceService] = {}
         self._attempts = 0
 
     async def start(self, count: int) -> None:
@@ -64,17 +64,17 @@ class Peers:
             stack = peer_stack(Keypair.from_seed(number.to_bytes(32, "big")), clock, [TcpTransport()])
             await self._nursery.start(stack.run, [parse_addr("/ip4/127.0.0.1/tcp/0")])
             self._hosts.append(stack.host)
-            self._averaging[stack.host.id.text] = Averaging(stack.rpc, stack.host.id)
+            self._averaging[stack.host.id.text] = AllReduceService(stack.rpc, stack.host.id)
         for number, host in enumerate(self._hosts):
             for other in self._hosts[:number]:
                 await host.connect(other.id, other.addrs())
 
     async def attempt_s(self, elements: int, known: bool, size: int) -> float:
         """Processor seconds of one peer for one attempt in groups of up to `size`."""
-        names, lines = tuple(sorted(self._averaging)), Lines()
+        names, lines = tuple(sorted(self._averaging)), WorkSplitter()
         for name in names if known else ():
             lines.tell(name, 0, LineInfo("node", 1e7, 1e7, elements, "float32"))
-        grouping = Grouping(lines, size)
+        grouping = GroupTopology(lines, size)
         how = grouping.order(0, names)
         have = {name: np.ones(elements, dtype="float32") for name in names}
         clusters = [list(one.meeting.peers) for one in how.groups]

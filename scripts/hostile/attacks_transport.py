@@ -17,7 +17,7 @@ from peerd.core.messages.run_link import RunFileAsked
 from peerd.core.messages.state import StateRequest
 from peerd.core.messages.swarm import StageBackward
 from peerd.machine.mux.striping import PLACED, PLACED_HEADER
-from peerd.machine.rpc.codec import REQUEST, encode_call
+from peerd.machine.rpc.message_codec import REQUEST, encode_call
 from peerd.service.dht.codec import FindMessage, PingMessage
 from scripts.hostile.field import Field
 from scripts.hostile.session import DATA, FIN, RST, SYN, WINDOW, Session, frame, opening, session

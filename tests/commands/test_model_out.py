@@ -14,7 +14,7 @@ import yaml
 
 from peerd.cli import invoke
 from peerd.commands import generate as generate_module
-from peerd.compute.export.export import ExportWish, export
+from peerd.compute.export.export import ExportRequest, export
 from tests.kit.exporting import make_run, save, save_all, stages_of
 
 Out = pytest.CaptureFixture[str]
@@ -28,7 +28,7 @@ def peers(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(peers: Path) -> Path:
-    export(ExportWish(root=peers, out=peers.parent / "out"))
+    export(ExportRequest(root=peers, out=peers.parent / "out"))
     return peers.parent / "out"
 
 

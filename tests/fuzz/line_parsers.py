@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 from peerd.commands.joining import accept
 from peerd.config import load_run
-from peerd.control.guest import JoinWish
+from peerd.control.guest import JoinRequest
 from peerd.core.errors import ConfigError
 from peerd.core.messages.run_link import DOMAIN, JoinLink, RunFileTold, plain_tree, shared_file, shared_run
 from peerd.core.run.check_line import line_faults
@@ -41,7 +41,7 @@ def _run_files() -> Corpus:
 
 @parser("run file of a line", _run_files, allowed=(ConfigError,), share=0.1)
 def _run_file(data: bytes) -> None:
-    run = accept(shared_run(RunFileTold(data, b""), "r"), LINK, ["trainer"], JoinWish())
+    run = accept(shared_run(RunFileTold(data, b""), "r"), LINK, ["trainer"], JoinRequest())
     assert line_faults(run) == []
     with TemporaryDirectory() as folder:
         file = Path(folder, "run.yaml")

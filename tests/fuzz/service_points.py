@@ -22,8 +22,8 @@ from peerd.core.protobuf.holepunch import DCUTR, HolePunch, PunchKind
 from peerd.core.varint import encode_varint
 from peerd.machine.mux.frames import DATA, SYN
 from peerd.machine.mux.stream import YamuxStream
-from peerd.machine.rpc import codec as wire
-from peerd.machine.rpc.accounting import method_name
+from peerd.machine.rpc import message_codec as wire
+from peerd.machine.rpc.method_load import method_name
 from peerd.machine.swarm.roster import START
 from peerd.sim.clock import run_virtual
 from tests.fuzz import goods

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import peerd
-from peerd.control.papers import TOKEN_FILE
+from peerd.control.token_files import TOKEN_FILE
 from peerd.core.errors import ConfigError, Unreachable
 from peerd.core.messages.token import Token, to_text
 from peerd.core.run.runfile import AccessSection, ExpertsSection, ModelSection, RunFile

@@ -22,7 +22,7 @@ from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import StateItem
 from peerd.training.catchup.validate import checked
-from peerd.training.checkpoints.keeper import Keeping
+from peerd.training.checkpoints.keeper import CheckpointKeeper
 from tests.worlds.machines.workers import InlineWorker
 
 RUN = RunFile(
@@ -34,7 +34,7 @@ RUN = RunFile(
 )
 
 
-def keeping(folder: Path, run: RunFile = RUN) -> Keeping:
+def keeping(folder: Path, run: RunFile = RUN) -> CheckpointKeeper:
     nobody: Any = SimpleNamespace(id=None, gate=None, call=None, book=Book(), serve=lambda *_, **__: None)
     ctx = RoleContext(
         run=run,
@@ -48,7 +48,7 @@ def keeping(folder: Path, run: RunFile = RUN) -> Keeping:
         log=cast("Any", SimpleNamespace(event=lambda *_, **__: None)),
         worker=lambda _: InlineWorker(),
     )
-    return Keeping(ctx, RunServices(run, nobody, nobody, nobody, ctx.clock))
+    return CheckpointKeeper(ctx, RunServices(run, nobody, nobody, nobody, ctx.clock))
 
 
 def states(step: int) -> dict[int, dict[str, torch.Tensor]]:

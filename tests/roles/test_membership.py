@@ -14,7 +14,7 @@ from peerd.core.messages.encoding import encode
 from peerd.core.messages.swarm import Seqs, TrainerAnswer, TrainerSync
 from peerd.core.run.runfile import CheckpointSection, EvaluateSection, RunFile, fingerprint
 from peerd.machine.budget.book import Means
-from peerd.machine.rpc import codec as wire
+from peerd.machine.rpc import message_codec as wire
 from roles.backbone import BackboneRole
 from tests.kit.declared import declared
 from tests.kit.exact import write_texts

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import trio
 
-from peerd.compute.model import optim
+from peerd.compute.model import optimizer
 from peerd.compute.model.served_stage import ServedStage
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import ConfigError
@@ -29,7 +29,7 @@ def diverging_run(folder: Path, stages: int) -> RunFile:
 
 def spoil_updates(monkeypatch: pytest.MonkeyPatch, rate: float, times: int) -> None:
     """Give the update of BAD_STEP this learning rate, `times` times in all."""
-    left, usual = [times], optim.learning_rate
+    left, usual = [times], optimizer.learning_rate
 
     def learning_rate(section: OptimizerSection, step: int) -> float:
         if step != BAD_STEP or not left[0]:
@@ -37,7 +37,7 @@ def spoil_updates(monkeypatch: pytest.MonkeyPatch, rate: float, times: int) -> N
         left[0] -= 1
         return rate
 
-    monkeypatch.setattr(optim, "learning_rate", learning_rate)
+    monkeypatch.setattr(optimizer, "learning_rate", learning_rate)
 
 
 def told(peers: list[Peer], name: str) -> list[dict[str, Any]]:

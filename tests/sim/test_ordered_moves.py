@@ -212,7 +212,7 @@ def gated(papers: dict[str, Papers], run: RunFile) -> Program:
 async def test_a_token_revoked_in_the_midst_of_a_move_costs_only_its_peer(
     tmp_path: Path, autojump_clock: MockClock, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moving.Relocating, "_is_ready", lambda *_: False)  # it stays on its way
+    monkeypatch.setattr(moving.StageMove, "_is_ready", lambda *_: False)  # it stays on its way
     access = AccessSection(allow="tokens", organizer=ORGANIZER.peer_id.text)
     run, papers = msgspec.structs.replace(run_of(tmp_path), access=access), dict[str, Papers]()
     roles = paced(tmp_path, run)

@@ -14,7 +14,7 @@ import trio
 from peerd.compute.frozen_state import FrozenState
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import RunFile
-from peerd.training.checkpoints.stage_checkpoints import Saving
+from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 
 
 class SlowState(FrozenState):
@@ -41,7 +41,7 @@ async def test_a_checkpoint_under_way_is_given_up_and_one_that_waits_is_forgotte
     told: list[tuple[str, dict[str, Any]]] = []
     log = SimpleNamespace(event=lambda name, **facts: told.append((name, facts)))
     ctx: Any = SimpleNamespace(run=RunFile(run="left"), data_dir=tmp_path, worker=lambda name: Files(), log=log)
-    saving, first, second = Saving(ctx, bytes(32)), SlowState(), SlowState()
+    saving, first, second = StageCheckpoints(ctx, bytes(32)), SlowState(), SlowState()
     await saving.open(0)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(saving.run)

@@ -12,9 +12,9 @@ from trio.testing import MockClock
 
 from peerd.core.messages.swarm import Mbs, Prepare
 from peerd.core.run.runfile import AveragingSection, RunFile
-from peerd.service.averaging.allreduce import Averaging, Vector
+from peerd.service.averaging.allreduce import AllReduceService, Vector
 from peerd.service.run_services import Carries
-from peerd.training.stage.averaging import Rounds, SumAbsent, Total
+from peerd.training.stage.averaging import AveragingRounds, SumAbsent, Total
 from tests.service.averaging.test_allreduce import Node, group
 from tests.worlds.machines.workers import InlineWorker
 
@@ -23,9 +23,9 @@ LENGTH = 5000
 
 @dataclass
 class Services:
-    """The part of a run's services that `Rounds` uses."""
+    """The part of a run's services that `AveragingRounds` uses."""
 
-    averaging: Averaging
+    averaging: AllReduceService
 
     def carries(self) -> Carries:
         return Carries(0.0, 0.0, True, True, True)
@@ -37,7 +37,7 @@ class Members:
     def __init__(self, nodes: list[Node], code: Any) -> None:
         run = RunFile(run="kept", averaging=AveragingSection(code=code, part_bytes=1024))
         self.nodes = nodes
-        self.rounds = [Rounds(run, cast("Any", Services(n.averaging)), InlineWorker(), n.id) for n in nodes]
+        self.rounds = [AveragingRounds(run, cast("Any", Services(n.averaging)), InlineWorker(), n.id) for n in nodes]
 
     def order(self, attempt: bytes, members: tuple[int, ...], **more: Any) -> Prepare:
         names = [self.nodes[i].id.text for i in members]
@@ -107,7 +107,7 @@ async def together(members: Members, orders: dict[int, Prepare], own: dict[int, 
     return found
 
 
-def missed_of(rounds: Rounds) -> list[Vector]:
+def missed_of(rounds: AveragingRounds) -> list[Vector]:
     """What the rounds missed that led to the newest sum."""
     return [one.whole().copy() for one in next(reversed(rounds._kept.values())).missed]
 

@@ -19,7 +19,7 @@ from peerd.core.run.runfile import BatchSection, ModelSection, PipelineSection, 
 from peerd.log import EventLog
 from peerd.role import RoleContext
 from peerd.sim.clock import SimClock
-from peerd.training.checkpoints.stage_checkpoints import Saving
+from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.training.stage.averaging import Total
 from peerd.training.stage.post_state import PostState
 from tests.worlds.machines.workers import InlineWorker
@@ -62,7 +62,7 @@ class Scene:
             data_dir=folder,
             log=EventLog(SimClock(1, "peer")),
         )
-        self.saving = Saving(cast(RoleContext, ctx), b"f" * 16)
+        self.saving = StageCheckpoints(cast(RoleContext, ctx), b"f" * 16)
         self.state = PostState(cast(RoleContext, ctx), 0, self.saving)
 
     async def open(self) -> None:

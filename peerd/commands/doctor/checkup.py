@@ -19,7 +19,7 @@ from rich.text import Text
 from peerd import registry
 from peerd.commands.doctor.finding import CheckResult, CheckVerdict, failed
 from peerd.commands.doctor.machine_checks import data_dir_checks, device_checks, version_checks
-from peerd.commands.doctor.network_checks import Visit, network_checks
+from peerd.commands.doctor.network_checks import NetworkTarget, network_checks
 from peerd.commands.doctor.run_checks import RunNeeds, run_checks, visiting_as
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import RunFile
@@ -33,7 +33,7 @@ _STYLES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorWish:
+class CheckupConfig:
     """Settings to check. `roles`: as on the command line; empty: whatever a run's peers may need."""
 
     roles: tuple[str, ...]
@@ -46,7 +46,7 @@ class DoctorWish:
     uncompared: tuple[str, ...] = ()  # of the run file's files, those that join would miss
 
 
-def run(wish: DoctorWish, *, as_json: bool) -> int:
+def run(wish: CheckupConfig, *, as_json: bool) -> int:
     """All checks, shown; 1 when something fails."""
     console, findings = Console(), list[CheckResult]()
     for finding in _all(wish):
@@ -59,7 +59,7 @@ def run(wish: DoctorWish, *, as_json: bool) -> int:
     return 1 if fails else 0
 
 
-def _all(wish: DoctorWish) -> Iterator[CheckResult]:
+def _all(wish: CheckupConfig) -> Iterator[CheckResult]:
     yield from version_checks()
     yield from device_checks(wish.device)
     names, findings = _role_names(wish.roles)
@@ -75,7 +75,7 @@ def _all(wish: DoctorWish) -> Iterator[CheckResult]:
             yield CheckResult("files to compare", CheckVerdict.FAIL, *text.partition("; ")[::2])
         yield from run_checks(needs)
         identity, papers = visiting_as(needs)
-    visit = Visit(wish.bootstrap, wish.listen, wish.run, identity, papers, wish.announced)
+    visit = NetworkTarget(wish.bootstrap, wish.listen, wish.run, identity, papers, wish.announced)
     yield from trio.run(network_checks, visit)
 
 

@@ -15,7 +15,7 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.commands.doctor.finding import CheckResult, CheckVerdict
-from peerd.control.papers import PeerPapers
+from peerd.control.token_files import CredentialFiles
 from peerd.core.addr import parse_addr, parse_announced, split_peer, tcp_place
 from peerd.core.addr import reach as addr_reach
 from peerd.core.errors import ConfigError, Refused, RemoteError
@@ -35,7 +35,7 @@ from peerd.net.tcp.listen import other_family
 from peerd.net.tcp.tcp_transport import TcpTransport
 from peerd.net.transport import NoSuchFamily
 from peerd.service.access import Access
-from peerd.service.connectivity.autonat import Reach, port_of
+from peerd.service.connectivity.autonat import AutoNat, port_of
 from peerd.service.connectivity.port_mapping import own_routers, tried
 from peerd.service.dht.bootstrap import NO_PEERD, why_unreachable
 from peerd.service.dht.codec import HelloMessage, PingMessage, PongMessage
@@ -49,14 +49,14 @@ _DHT_PROTOCOL: Final = "/peerd/dht/4"
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class NetworkTarget:
     """Addresses to try, and as which peer; without an identity as one made for this."""
 
     bootstrap: Sequence[str]
     listen: Sequence[str]
     run: RunFile | None = None
     identity: Keypair | None = None
-    papers: PeerPapers | None = None
+    papers: CredentialFiles | None = None
     announced: Sequence[str] = ()  # addresses where others reach this machine, by its user's word
 
 
@@ -69,7 +69,7 @@ class _Sights:
     silent: bool = False
 
 
-async def network_checks(visit: Visit) -> list[CheckResult]:
+async def network_checks(visit: NetworkTarget) -> list[CheckResult]:
     """All of them; addresses are tried at the same time."""
     findings = [await _port(text, visit.listen) for text in visit.listen]
     findings += map(_announced, visit.announced)
@@ -87,9 +87,9 @@ async def network_checks(visit: Visit) -> list[CheckResult]:
     return findings + await bootstrap_checks(stack, visit, listen)
 
 
-async def bootstrap_checks(stack: PeerStack, visit: Visit, listen: Sequence[Multiaddr]) -> list[CheckResult]:
+async def bootstrap_checks(stack: PeerStack, visit: NetworkTarget, listen: Sequence[Multiaddr]) -> list[CheckResult]:
     """The bootstrap peers, and what they say of this machine's clock and reachability."""
-    reach, sights = Reach(stack.host, stack.clock), _Sights({}, ClockSkew())
+    reach, sights = AutoNat(stack.host, stack.clock), _Sights({}, ClockSkew())
     access = None
     if visit.run is not None and visit.papers is not None:
         access = Access(visit.run, stack.host, stack.rpc, stack.clock, visit.papers)
@@ -109,7 +109,7 @@ async def bootstrap_checks(stack: PeerStack, visit: Visit, listen: Sequence[Mult
     return [*found, _clock(sights), *([reached] if listen else [])]
 
 
-async def _reachability(host: Host, reach: Reach, listen: Sequence[str]) -> CheckResult:
+async def _reachability(host: Host, reach: AutoNat, listen: Sequence[str]) -> CheckResult:
     """Check of this machine's reachability, as the bootstrap peers find by dialing back, with advice."""
     known = trio.Event()
     reach.on_change(lambda finding: known.set() if finding.kind != Kind.UNKNOWN else None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peerd.commands.doctor.finding import CheckResult, CheckVerdict, failed
-from peerd.control.papers import PeerPapers, own_papers
+from peerd.control.token_files import CredentialFiles, own_papers
 from peerd.core.errors import ConfigError
 from peerd.core.keys import Keypair
 from peerd.core.model.stage_memory import StageFootprint
@@ -94,7 +94,7 @@ def precision_checks(needs: RunNeeds) -> Iterator[CheckResult]:
         yield CheckResult("limits.precision", CheckVerdict.WARN, unused, "leave limits.precision out")
 
 
-def visiting_as(needs: RunNeeds) -> tuple[Keypair | None, PeerPapers | None]:
+def visiting_as(needs: RunNeeds) -> tuple[Keypair | None, CredentialFiles | None]:
     """Identity and token with which peers of a run for invited ones answer; none: they are not valid, not needed, or a
     daemon runs as that peer.
     """

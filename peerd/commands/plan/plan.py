@@ -56,11 +56,11 @@ def plan(
         raise ConfigError("--speed goes without LINKS, whose devices have speed_tflops")
     if not 0 < seconds <= SECONDS:
         raise ConfigError(f"--seconds is {seconds:g}; allowed: above 0 to {SECONDS:,}")
-    from peerd.commands.plan import placement_file, placing, plan_report
+    from peerd.commands.plan import placement_file, plan_report, plan_search
     from peerd.machine.placement.cost import CostKind
 
     run = _placeable(model) if model is not None else None
-    found = placing.find(placing.PlanWish(links, run, before, CostKind(cost), seconds, seed, horizon))
+    found = plan_search.find(plan_search.PlanRequest(links, run, before, CostKind(cost), seconds, seed, horizon))
     if out is not None:
         head = f"peerd plan {links}: a step takes {found.cost.total_s:.4g} s ({cost})"
         placement_file.save_placement(out, found.problem, found.placement, head)

@@ -31,7 +31,7 @@ _MEANT: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class SolvedPlan:
     """A plan with the question that it answers."""
 
     links: str
@@ -63,7 +63,7 @@ def link_seconds(problem: PlacementProblem) -> Matrix:
     return problem.network.seconds(message_bytes(problem))
 
 
-def plan_view(found: Planned, width: int, *, coloured: bool) -> RenderableType:
+def plan_view(found: SolvedPlan, width: int, *, coloured: bool) -> RenderableType:
     """The whole answer."""
     problem = found.problem
     places = len({device.place for device in problem.devices if device.place})
@@ -81,13 +81,13 @@ def plan_view(found: Planned, width: int, *, coloured: bool) -> RenderableType:
     return Group(*parts)
 
 
-def problem_members(found: Planned, stage: int) -> list[int]:
+def problem_members(found: SolvedPlan, stage: int) -> list[int]:
     """Devices of a stage, those of one place together."""
     members = [device for device, at in enumerate(found.placement.stage_of) if at == stage]
     return sorted(members, key=lambda device: (found.problem.devices[device].place, device))
 
 
-def _cost_lines(found: Planned) -> Iterator[Text]:
+def _cost_lines(found: SolvedPlan) -> Iterator[Text]:
     cost = found.cost
     yield Text(f"a step takes {took(cost.total_s)} ({_MEANT[cost.kind]})", "bold green")
     if cost.total_s:
@@ -136,7 +136,7 @@ def parts_of_cost(cost: PlacementCost) -> Iterator[tuple[str, float]]:
     yield "moving, spread over the steps it is for", cost.moving_s
 
 
-def _stage_table(found: Planned) -> Table:
+def _stage_table(found: SolvedPlan) -> Table:
     problem = found.problem
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("stage", justify="right")
@@ -161,7 +161,7 @@ def _stage_table(found: Planned) -> Table:
     return table
 
 
-def names_of(found: Planned, members: Sequence[int]) -> str:
+def names_of(found: SolvedPlan, members: Sequence[int]) -> str:
     """Names in few words: `virginia-1..8, tokyo-2`; of many, how many in which place."""
     devices = [found.problem.devices[member] for member in members]
     told = [" ".join(run) for run in _in_runs([[device.name] for device in devices])]
@@ -206,7 +206,7 @@ def _run(first: Sequence[tuple[str, int]], length: int) -> list[str]:
     ]
 
 
-def _followers(found: Planned) -> Iterator[Text]:
+def _followers(found: SolvedPlan) -> Iterator[Text]:
     """Lines on the devices that follow each other; of many, only their number from place to place."""
     devices, follows = found.problem.devices, found.placement.follows
     if not follows:
@@ -224,7 +224,7 @@ def _followers(found: Planned) -> Iterator[Text]:
         yield Text.assemble((f"{stage} > {stage + 1}  ", "bold"), ", ".join(ways))
 
 
-def plan_object(found: Planned) -> dict[str, Any]:
+def plan_object(found: SolvedPlan) -> dict[str, Any]:
     """The answer as one object for programs; a time that is infinite is null."""
     devices, stages = found.problem.devices, range(len(found.problem.stages))
     told: dict[str, Any] = {

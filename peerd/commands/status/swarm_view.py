@@ -28,7 +28,7 @@ from peerd.core.record import Record
 from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.counted_work import PeerWork
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.types import Gate
+from peerd.service.rpc.types import AccessGuard
 from peerd.service.swarm.counted_record import CountedTable, read_counted
 
 SWARM_TIMEOUT_S: Final = 5.0
@@ -39,7 +39,7 @@ _COUNTED_AS: Final = {"trainer": "brought", "expert": "updates"}  # what a role 
 _OWN_WORD: Final = ("samples", "brought", "updates", "bytes_aggregated", "hours", "since")  # what a peer says of itself
 
 
-async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None, wall: float = 0.0) -> dict[str, Any]:
+async def swarm_view(dht: Dht, run: RunFile, gate: AccessGuard | None = None, wall: float = 0.0) -> dict[str, Any]:
     """The swarm of a run as the DHT shows it at `wall`: its step, each stage's peers, and each peer's contribution."""
     stages = min(run.pipeline.stages, STAGES_SHOWN)
     keys = [stage_key(run.run, number) for number in range(stages)]
@@ -69,7 +69,7 @@ async def swarm_view(dht: Dht, run: RunFile, gate: Gate | None = None, wall: flo
 
 
 def _counted(
-    stages: list[dict[str, Any]], records: list[Record], gate: Gate | None, unreadable: list[Record]
+    stages: list[dict[str, Any]], records: list[Record], gate: AccessGuard | None, unreadable: list[Record]
 ) -> CountedTable | None:
     """The counts of the conductor that most stage peers follow, or None if they cannot be read."""
     followed = followed_most((row["peer"].text, row["conductor"]) for stage in stages for row in stage["peers"])
@@ -111,7 +111,7 @@ def _given(records: list[Record], unreadable: list[Record]) -> list[dict[str, An
     return found
 
 
-def _members(rows: list[dict[str, Any]], gate: Gate | None, *roles: str) -> list[dict[str, Any]]:
+def _members(rows: list[dict[str, Any]], gate: AccessGuard | None, *roles: str) -> list[dict[str, Any]]:
     """In a run with tokens: only members' rows, under the names that the organizer signed."""
     found = []
     for row in rows:

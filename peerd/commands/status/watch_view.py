@@ -21,8 +21,8 @@ from peerd.commands.status.curve_file import CurveFile
 from peerd.commands.status.role_words import parts_of
 from peerd.screen import units
 from peerd.screen.chart import Curve, Point
-from peerd.screen.frame import Columns, Parts, Picture, bar
-from peerd.screen.live import FullScreen
+from peerd.screen.frame import Columns, FramePicture, Parts, bar
+from peerd.screen.full_screen import FullScreen
 
 PERIOD_S: Final = 1.0
 BAR: Final = 16  # columns
@@ -30,7 +30,7 @@ _BOARD_LINES: Final = 10  # of the leader-board
 TRAIN, VALID = "cyan", "yellow"
 
 Snapshot = dict[str, Any]
-Draw = Callable[[Snapshot], Picture]
+Draw = Callable[[Snapshot], FramePicture]
 
 
 def watch(ask: Callable[[], Snapshot], *, as_json: bool, draw: Draw) -> None:
@@ -64,7 +64,7 @@ class Watcher:
     def __init__(self) -> None:
         self._file: CurveFile | None = None
 
-    def draw(self, snapshot: Snapshot) -> Picture:
+    def draw(self, snapshot: Snapshot) -> FramePicture:
         """The daemon's part in its run."""
         swarm = snapshot.get("swarm") or {"run": snapshot.get("run")}
         names = swarm_words.names_of(swarm)
@@ -72,7 +72,7 @@ class Watcher:
         facts = [_roles(snapshot, names), _traffic(snapshot)]
         return self._picture(swarm, [parts for parts in facts if parts], events, self._curves(snapshot, swarm))
 
-    def draw_swarm(self, swarm: Snapshot) -> Picture:
+    def draw_swarm(self, swarm: Snapshot) -> FramePicture:
         """The swarm alone, with its leader-board where events would be."""
         rows, counted = (swarm.get("contributions") or [])[:_BOARD_LINES], bool(swarm.get("counted"))
         board = [swarm_words.board_line(row, place, counted=counted) for place, row in enumerate(rows, 1)]
@@ -81,12 +81,12 @@ class Watcher:
 
     def _picture(
         self, swarm: Snapshot, facts: Sequence[Parts], events: Sequence[Text], curves: tuple[list[Point], list[Point]]
-    ) -> Picture:
+    ) -> FramePicture:
         names = swarm_words.names_of(swarm)
         train, valid = curves
         steps = [x for x, _ in (*train, *valid)]
         title = Text.assemble(("loss, nats per token: ", "bold"), ("training", TRAIN), "  ", ("validation", VALID))
-        return Picture(
+        return FramePicture(
             head=_head(swarm, names),
             title=title,
             curves=[Curve(train, TRAIN), Curve(valid, VALID)],

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import trio
 from torch import Tensor
 
-from peerd.compute.codec.frames import Encoding, begin, decode, sample_of
+from peerd.compute.codec.frames import FrameEncoder, begin, decode, sample_of
 from peerd.compute.codec.policy import choose
 from peerd.compute.tensors import dtype_name
 from peerd.core.errors import LocalError, PeerdError
@@ -54,7 +54,7 @@ class Progress:
         return self.ready_bytes
 
 
-class Coder:
+class AsyncCodec:
     """Codes for one peer; nothing is coded before `run` has started."""
 
     def __init__(self, worker: Worker, boundary: BoundarySection, device: str = "cpu") -> None:
@@ -105,13 +105,13 @@ class Coder:
             return job()
         return await self._work(job, f"decode {', '.join(names)}")
 
-    def _begin(self, tensor: Tensor, name: str, rate_bytes_per_s: float | None) -> tuple[Encoding, str]:
+    def _begin(self, tensor: Tensor, name: str, rate_bytes_per_s: float | None) -> tuple[FrameEncoder, str]:
         """Begin a frame, on the coding thread: choose how the tensor travels, and make the first chunk."""
         sample = sample_of(tensor) if self._boundary.code == "auto" else None
         plan, why = choose(self._boundary, rate_bytes_per_s, sample, dtype_name(tensor.dtype), tensor.numel())
         return begin(tensor, plan, name=name, computed=True), f"{plan}: {why}"
 
-    async def _finish(self, encoding: Encoding, progress: Progress, name: str) -> None:
+    async def _finish(self, encoding: FrameEncoder, progress: Progress, name: str) -> None:
         """Finish a frame chunk after chunk, so that others' tensors are coded in between."""
         try:
             while not encoding.done:

@@ -21,7 +21,7 @@ import torch
 
 from peerd.compute.codec.frames import decode, decode_onto, encode_missing
 from peerd.compute.codec.policy import CodingPlan
-from peerd.compute.kernels.reference import Beside
+from peerd.compute.kernels.reference import CodingOutputs
 from peerd.core.frame import TensorFrame
 from peerd.core.run.runfile import AveragingSection
 
@@ -109,7 +109,7 @@ class ErrorFeedback:
     def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
         """Code the part that begins at element `begin`; `seen`, perhaps `values`, gets it as decoded. NotFinite."""
         missed, more = self._new.room(begin, len(values)) if self._new is not None else (None, False)
-        beside = Beside(_tensor(missed), more, _tensor(seen))
+        beside = CodingOutputs(_tensor(missed), more, _tensor(seen))
         return encode_missing(torch.from_numpy(values), self._plan, beside, name="a part of the gradient")
 
     def decode(self, frame: TensorFrame, like: Vector) -> Vector:

@@ -26,15 +26,15 @@ from torch import Tensor
 
 from peerd.compute.codec import lossless
 from peerd.compute.codec.layout import FP16_MAX, ROUNDED, seal_scales
-from peerd.compute.codec.policy import CodingPlan, Sample
+from peerd.compute.codec.policy import CodingPlan, TensorSummary
 from peerd.compute.kernels import ops, tables
-from peerd.compute.kernels.reference import Beside
+from peerd.compute.kernels.reference import CodingOutputs
 from peerd.compute.tensors import TORCH_DTYPES, all_finite, dtype_name, fits, raw_bytes, values_of
 from peerd.core.blockwise import BLOCKS, CODES, SCALE_BYTES, scale_count
 from peerd.core.errors import LocalError, ProtocolViolation
 from peerd.core.frame import CODINGS, CRC_BYTES, DTYPES, ReadyBytes, TensorFrame, expected_bytes, lossless_bounds
 
-__all__ = ["Encoding", "begin", "decode", "encode", "from_frame", "sample_of", "to_frame"]
+__all__ = ["FrameEncoder", "begin", "decode", "encode", "from_frame", "sample_of", "to_frame"]
 
 CHUNK_BYTES: Final = 1 << 20  # of codes or rounded values, made in one go
 SAMPLE_VALUES: Final = 1 << 16
@@ -43,7 +43,7 @@ _GOLDEN: Final = (5**0.5 - 1) / 2  # its multiples fall evenly between 0 and 1 a
 Put = Callable[[Tensor], Tensor]  # brings a flat tensor of the host to where the result shall lie
 
 
-class Encoding:
+class FrameEncoder:
     """A frame that is being made. `ready_bytes` of `payload` are final; `advance` makes more of it so."""
 
     def __init__(
@@ -79,7 +79,7 @@ def encode(tensor: Tensor, plan: CodingPlan, *, name: str = "a tensor") -> Tenso
     return encoding.frame()
 
 
-def begin(tensor: Tensor, plan: CodingPlan, *, name: str = "a tensor", computed: bool = False) -> Encoding:
+def begin(tensor: Tensor, plan: CodingPlan, *, name: str = "a tensor", computed: bool = False) -> FrameEncoder:
     """The tensor as a frame whose first chunk is made.
 
     Any shape, any dtype that frames have; whole numbers and bools travel uncoded. "bf16" and "fp16" round to nearest,
@@ -101,7 +101,7 @@ def begin(tensor: Tensor, plan: CodingPlan, *, name: str = "a tensor", computed:
             pass
         payload = lossless.pack(payload, _itemsize(plan.coding, dtype))
         steps = iter((payload.nbytes,))
-    return Encoding(dtype, shape, plan, payload, steps)
+    return FrameEncoder(dtype, shape, plan, payload, steps)
 
 
 def decode(
@@ -150,7 +150,7 @@ def from_frame(
     return decode(frame, shape, dtype, name=name, finite=finite)
 
 
-def encode_missing(values: Tensor, plan: CodingPlan, beside: Beside, *, name: str = "a tensor") -> TensorFrame:
+def encode_missing(values: Tensor, plan: CodingPlan, beside: CodingOutputs, *, name: str = "a tensor") -> TensorFrame:
     """As `encode`, of a flat tensor of the CPU, with what it makes `beside`: in one pass where the code is blockwise.
 
     That holds nothing of use when NotFinite is raised.
@@ -187,7 +187,7 @@ def decode_onto(frame: TensorFrame, into: Tensor, base: Tensor | None = None, *,
         ops.dequantize_onto(*codes_and_scales, frame.coding, frame.block, base=base, out=into)
 
 
-def sample_of(tensor: Tensor) -> Sample:
+def sample_of(tensor: Tensor) -> TensorSummary:
     """Summary of up to SAMPLE_VALUES of the tensor's values, in blocks of 64 spread over all of it.
 
     A GPU must have done the tensor: it is read beside what computes there now.
@@ -200,10 +200,10 @@ def sample_of(tensor: Tensor) -> Sample:
     return _sample_of(tensor)
 
 
-def _sample_of(tensor: Tensor) -> Sample:
+def _sample_of(tensor: Tensor) -> TensorSummary:
     flat = tensor.detach().reshape(-1)
     if not flat.numel() or not flat.is_floating_point():
-        return Sample(0.0)
+        return TensorSummary(0.0)
     block = min(64, flat.numel())
     rows = flat[: flat.numel() // block * block].view(-1, block)
     most = SAMPLE_VALUES // block
@@ -212,7 +212,7 @@ def _sample_of(tensor: Tensor) -> Sample:
         rows = rows[(spread * len(rows)).long()]
     squares = rows.double().square()
     mean = float(squares.mean())
-    return Sample(float(squares.amax(dim=1).mean()) / mean if mean else 0.0)
+    return TensorSummary(float(squares.amax(dim=1).mean()) / mean if mean else 0.0)
 
 
 # --- sending -------------------------------------------------------------------------------------------------------

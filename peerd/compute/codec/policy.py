@@ -33,7 +33,7 @@ class CodingPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TensorSummary:
     """Summary of a tensor's values. `crest`: mean square of the blocks' largest magnitudes over mean square of all
     values, in blocks of 64; 0 when all are zero.
     """
@@ -47,7 +47,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class PackingSpeed:
     """Compression ratio of packing, and the raw bytes a second that one core packs and unpacks."""
 
     ratio: float
@@ -71,17 +71,17 @@ BLOCK: Final = 64  # the most exact one, at a sixteenth of a byte more for each 
 
 # Measured by that command ("packing of ..."), on normal values, sorting into planes included.
 PACKED: Final = {
-    "float64": Packing(0.88, 0.97e9, 1.7e9),
-    "float32": Packing(0.84, 0.75e9, 1.87e9),
-    "bfloat16": Packing(0.68, 0.48e9, 1.35e9),
-    "float16": Packing(0.85, 1.3e9, 1.73e9),
-    "dynamic8": Packing(0.91, 0.88e9, 1.23e9),
-    "int8": Packing(0.95, 0.88e9, 1.23e9),
-    "int4": Packing(0.88, 0.92e9, 1.3e9),
-    "nf4": Packing(0.96, 0.9e9, 1.3e9),
-    "fp8-e4m3": Packing(0.82, 0.92e9, 1.21e9),
+    "float64": PackingSpeed(0.88, 0.97e9, 1.7e9),
+    "float32": PackingSpeed(0.84, 0.75e9, 1.87e9),
+    "bfloat16": PackingSpeed(0.68, 0.48e9, 1.35e9),
+    "float16": PackingSpeed(0.85, 1.3e9, 1.73e9),
+    "dynamic8": PackingSpeed(0.91, 0.88e9, 1.23e9),
+    "int8": PackingSpeed(0.95, 0.88e9, 1.23e9),
+    "int4": PackingSpeed(0.88, 0.92e9, 1.3e9),
+    "nf4": PackingSpeed(0.96, 0.9e9, 1.3e9),
+    "fp8-e4m3": PackingSpeed(0.82, 0.92e9, 1.21e9),
 }
-PACKED_NUMBERS: Final = Packing(0.44, 0.42e9, 0.9e9)  # bytes of a text; as tokens of int64 they shrink to 0.06
+PACKED_NUMBERS: Final = PackingSpeed(0.44, 0.42e9, 0.9e9)  # bytes of a text; as tokens of int64 they shrink to 0.06
 _ROUNDED: Final = {"bf16": "bfloat16", "fp16": "float16"}
 PACKED_BYTES_LEAST: Final = 16 << 10  # chosen: a smaller payload is over before it matters
 
@@ -89,7 +89,7 @@ PACKED_BYTES_LEAST: Final = 16 << 10  # chosen: a smaller payload is over before
 def choose(
     boundary: BoundarySection,
     rate_bytes_per_s: float | None,
-    sample: Sample | None,
+    sample: TensorSummary | None,
     dtype: str,
     values: int | None = None,
 ) -> tuple[CodingPlan, str]:
@@ -111,7 +111,7 @@ def choose(
     return CodingPlan(coding, block, lossless), f"{why}; {because}"
 
 
-def _by_line(rate: float | None, sample: Sample | None, dtype: str) -> tuple[str, str]:
+def _by_line(rate: float | None, sample: TensorSummary | None, dtype: str) -> tuple[str, str]:
     line = f"a line of {rate / 1e6:.3g} MB/s" if rate is not None else "a line of unknown speed"
     if rate is not None and rate >= EXACT_FROM_BYTES_PER_S:
         return "none", f"{line} needs no code"
@@ -128,7 +128,7 @@ def _by_line(rate: float | None, sample: Sample | None, dtype: str) -> tuple[str
     return "dynamic8", f"{line} takes 8 bits; outliers: {error}, dynamic8 by {100 * DYNAMIC8_ERROR:.2f} %"
 
 
-def packing_of(coding: str, dtype: str) -> Packing:
+def packing_of(coding: str, dtype: str) -> PackingSpeed:
     """Effect of packing on such a payload."""
     if coding == "none":
         return PACKED[dtype] if DTYPES[dtype].floating else PACKED_NUMBERS

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peerd.compute.flat import Layout
+from peerd.compute.flat import FlatLayout
 from peerd.core.run.runfile import AveragingSection
 
 Vector = np.ndarray[Any, np.dtype[Any]]
@@ -67,13 +67,13 @@ class FactoredSum:
     missed: Sequence[Tensor]  # the next residual of each matrix
 
 
-class LowRank:
+class PowerSgd:
     """One member's coding of flat gradients of `layout`. `rank` columns of each matrix travel, or fewer if it is small.
 
     Memory: two copies of the matrices of a gradient, besides the total.
     """
 
-    def __init__(self, layout: Layout, rank: int, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, layout: FlatLayout, rank: int, dtype: torch.dtype, seed: int) -> None:
         self._dtype = dtype
         self._count = layout.count
         self._matrices, self._wholes, self.elements = sort_out(layout, rank)  # elements of the first and second sum
@@ -180,12 +180,12 @@ class LowRank:
         return found
 
 
-def low_rank_of(averaging: AveragingSection, layout: Layout, dtype: torch.dtype, seed: int) -> LowRank | None:
+def low_rank_of(averaging: AveragingSection, layout: FlatLayout, dtype: torch.dtype, seed: int) -> PowerSgd | None:
     """The coding that a run wants for gradients of this layout; None: another one."""
-    return LowRank(layout, averaging.rank, dtype, seed) if averaging.code == "powersgd" else None
+    return PowerSgd(layout, averaging.rank, dtype, seed) if averaging.code == "powersgd" else None
 
 
-def sort_out(layout: Layout, rank: int) -> tuple[list[Matrix], list[Whole], tuple[int, int]]:
+def sort_out(layout: FlatLayout, rank: int) -> tuple[list[Matrix], list[Whole], tuple[int, int]]:
     """Division of tensors into those that travel as factors and those that travel whole, and the elements of the first
     and the second vector.
 

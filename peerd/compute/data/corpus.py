@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 from peerd.compute.data.readers import Cursor, Field, TextPiece, read_jsonl, read_parquet, read_text
-from peerd.compute.data.remote_files import Cache, RemoteFile, default_folder, is_remote, remote_files
+from peerd.compute.data.remote_files import RemoteFile, RemoteFileCache, default_folder, is_remote, remote_files
 from peerd.compute.data.skipped_rows import RowFaults, SkippedRows
 from peerd.compute.data.text_stream import DataFile, FilePart
 from peerd.core.errors import ConfigError
@@ -52,7 +52,7 @@ class Corpus:
         holdout: float,
         split: Split,
         key: str = "data",
-        cache: Cache | None = None,
+        cache: RemoteFileCache | None = None,
         *,
         strict: bool = False,
     ) -> None:
@@ -100,10 +100,10 @@ class Corpus:
         return FilePart() if self._whole_files else FilePart(self._holdout, self._split == "valid")
 
 
-def _list(source: SourceSection, key: str, cache: Cache | None) -> Mapping[str, DataFile]:
+def _list(source: SourceSection, key: str, cache: RemoteFileCache | None) -> Mapping[str, DataFile]:
     if not is_remote(source.path):
         return find_files(source.path, key)
-    return remote_files(source, key, cache or Cache(default_folder()))
+    return remote_files(source, key, cache or RemoteFileCache(default_folder()))
 
 
 def find_files(path: str, key: str = "data") -> dict[str, Path]:

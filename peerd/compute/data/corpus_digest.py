@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from peerd.compute.data.corpus import FEW_FILES, Corpus, find_files
-from peerd.compute.data.remote_files import Cache, is_remote, remote_files
+from peerd.compute.data.remote_files import RemoteFileCache, is_remote, remote_files
 from peerd.compute.data.text_stream import open_text
 from peerd.compute.file_index import IndexedFile, encode_index, with_pieces
-from peerd.compute.tokenizer import Vocabulary, load_vocabulary
+from peerd.compute.tokenizer import Tokenizer, load_vocabulary
 from peerd.compute.user_code import find_function
 from peerd.contents import source_of
 from peerd.core.errors import ConfigError
@@ -133,7 +133,7 @@ def _unreadable(key: str, error: OSError) -> ConfigError:
     return ConfigError(f"{key}.path: {error.filename} cannot be read: {error.strerror}")
 
 
-def corpus_digests(run: RunFile, cache: Cache, digests: FileDigests) -> dict[str, str]:
+def corpus_digests(run: RunFile, cache: RemoteFileCache, digests: FileDigests) -> dict[str, str]:
     """Digests by which the run's text is compared, by the key of each source; those not compared are left out.
 
     ConfigError when a source is not the one that the run file's `digest` names.
@@ -146,7 +146,7 @@ def corpus_digests(run: RunFile, cache: Cache, digests: FileDigests) -> dict[str
     return {key: digest for key, digest in found.items() if digest}
 
 
-def _digest(key: str, source: SourceSection, cache: Cache, digests: FileDigests) -> str:
+def _digest(key: str, source: SourceSection, cache: RemoteFileCache, digests: FileDigests) -> str:
     if source.digest == "any":
         return ""
     if source.path == "stdlib":
@@ -236,7 +236,7 @@ def _check_files(source: SourceSection, key: str) -> None:
                 raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
-def _tokens(corpus: Corpus, vocab: Vocabulary, enough: int) -> tuple[int, int]:
+def _tokens(corpus: Corpus, vocab: Tokenizer, enough: int) -> tuple[int, int]:
     """Tokens of a corpus and bytes of its text, counted until there are enough."""
     count = nbytes = 0
     for file in corpus.files:

@@ -158,7 +158,7 @@ class GrowingFile(io.RawIOBase):
 
 
 class CheckedPieces:
-    """Takes the bytes of one file in order. For `Downloader.fetch` it is an empty file."""
+    """Takes the bytes of one file in order. For `HttpFetcher.fetch` it is an empty file."""
 
     def __init__(self, file: IO[bytes], indexed: IndexedFile, url: str, checked: Callable[[int], None]) -> None:
         """`checked` is called with the number of bytes from the begin that are right, each time that it has grown.

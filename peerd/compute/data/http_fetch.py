@@ -79,7 +79,7 @@ class PassingFault(Exception):
         self.pause_s = pause_s
 
 
-class Downloader:
+class HttpFetcher:
     """Fetches addresses. `in_turn`: how it reads; `public_only`: https to hosts of the public internet, and nothing
     else. The other arguments are for tests: an opener, a clock, a pause.
     """

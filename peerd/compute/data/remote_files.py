@@ -23,7 +23,7 @@ from typing import BinaryIO, Final, Literal
 from urllib.parse import quote, urljoin
 
 from peerd.compute.data.file_fetch import STREAMS, CheckedPieces, FetchEnded, FileFetch
-from peerd.compute.data.http_fetch import Downloader, Wanted
+from peerd.compute.data.http_fetch import HttpFetcher, Wanted
 from peerd.compute.file_index import INDEX_NAME, IndexedFile, parse_index
 from peerd.core.errors import ConfigError
 from peerd.core.limits import INDEX_BYTES
@@ -51,12 +51,12 @@ def default_folder() -> Path:
     return base / "data"
 
 
-class Cache:
+class RemoteFileCache:
     """A folder for fetched files of at most `most_bytes` together. Used by one thread at a time, and its fetches."""
 
-    def __init__(self, folder: Path, most_bytes: int = CACHE_BYTES, downloader: Downloader | None = None) -> None:
+    def __init__(self, folder: Path, most_bytes: int = CACHE_BYTES, downloader: HttpFetcher | None = None) -> None:
         self.folder, self.most_bytes = folder, most_bytes
-        self.downloader = downloader or Downloader()
+        self.downloader = downloader or HttpFetcher()
         self._fetches: dict[str, FileFetch] = {}  # by SHA-256
         self._changed = threading.Condition()  # of all fetches
         self._read: dict[str, str] = {}  # key of a source -> SHA-256 of the file that was opened last
@@ -213,7 +213,7 @@ class RemoteFile:
     url: str
     indexed: IndexedFile
     key: str  # of the source in the run file, for messages
-    cache: Cache
+    cache: RemoteFileCache
 
     @property
     def name(self) -> str:
@@ -230,7 +230,7 @@ class RemoteFile:
         self.cache.fetch_ahead(self.url, self.indexed)
 
 
-def remote_files(source: SourceSection, key: str, cache: Cache) -> dict[str, RemoteFile]:
+def remote_files(source: SourceSection, key: str, cache: RemoteFileCache) -> dict[str, RemoteFile]:
     """Every file of the index under `source.path`, by name; ConfigError or DataUnavailable when it cannot be had."""
     base = source.path if source.path.endswith("/") else f"{source.path}/"
     url, raw = urljoin(base, INDEX_NAME), io.BytesIO()

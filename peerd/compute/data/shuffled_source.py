@@ -26,10 +26,10 @@ import numpy.typing as npt
 
 from peerd.compute.data.corpus import Corpus, Documents, Split
 from peerd.compute.data.readers import Cursor, TextPiece
-from peerd.compute.data.remote_files import Cache
+from peerd.compute.data.remote_files import RemoteFileCache
 from peerd.compute.data.skipped_rows import SkippedRows
 from peerd.compute.data.user_dataset import Dataset
-from peerd.compute.tokenizer import Vocabulary
+from peerd.compute.tokenizer import Tokenizer
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import SourceSection
 
@@ -81,10 +81,10 @@ class _Sample(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cutting:
+class SampleCutter:
     """Rules for cutting a source into samples, and the names to use."""
 
-    vocab: Vocabulary
+    vocab: Tokenizer
     context: int
     split: Split
     holdout: float
@@ -92,14 +92,14 @@ class Cutting:
     block_samples: int  # of later ones
     name: str  # of the random numbers
     key: str  # of the source in the run file, for messages
-    cache: Cache | None = None
+    cache: RemoteFileCache | None = None
     strict: bool = False  # a row without text is an error
 
 
 class SourceStream:
     """Samples of one source. `next` reads files: call it on a worker."""
 
-    def __init__(self, source: SourceSection, cutting: Cutting) -> None:
+    def __init__(self, source: SourceSection, cutting: SampleCutter) -> None:
         self._documents = _documents(source, cutting)
         self._cutting = cutting
         self._vocab = cutting.vocab
@@ -245,7 +245,7 @@ class SourceStream:
         return random.Random(hashlib.sha256(f"{self._cutting.name} {purpose}".encode()).digest())
 
 
-def _documents(source: SourceSection, cutting: Cutting) -> Documents:
+def _documents(source: SourceSection, cutting: SampleCutter) -> Documents:
     if source.kind == "dataset":
         return Dataset(source.path, f"{cutting.key}.path", cutting.split, cutting.name)
     return Corpus(source, cutting.holdout, cutting.split, cutting.key, cutting.cache, strict=cutting.strict)

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from peerd.compute.data.corpus import Split
-from peerd.compute.data.http_fetch import DataUnavailable, Downloader
+from peerd.compute.data.http_fetch import DataUnavailable, HttpFetcher
 from peerd.compute.data.mixture import Mixture
-from peerd.compute.data.remote_files import Cache, default_folder, is_remote
-from peerd.compute.data.shuffled_source import Cutting, SourceStream, StreamPosition
-from peerd.compute.tokenizer import Vocabulary, load_vocabulary
+from peerd.compute.data.remote_files import RemoteFileCache, default_folder, is_remote
+from peerd.compute.data.shuffled_source import SampleCutter, SourceStream, StreamPosition
+from peerd.compute.tokenizer import Tokenizer, load_vocabulary
 from peerd.core.decoders import convert
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import DataSection, RunFile, sources_of
@@ -50,13 +50,13 @@ class SampleStream:
     def __init__(
         self,
         section: DataSection,
-        vocab: Vocabulary,
+        vocab: Tokenizer,
         context: int,
         seed: int,
         peer: str,
         split: Split = "train",
         *,
-        cache: Cache | None = None,
+        cache: RemoteFileCache | None = None,
     ) -> None:
         """`peer`: any name; peers of different names see the files in different orders.
 
@@ -73,7 +73,7 @@ class SampleStream:
         self._streams = [
             SourceStream(
                 source,
-                Cutting(
+                SampleCutter(
                     vocab=vocab,
                     context=context,
                     split=split,
@@ -160,18 +160,18 @@ class SampleStream:
         return found.drawn, found.sources
 
 
-def samples_of(run: RunFile, peer: str, split: Split = "train", cache: Cache | None = None) -> SampleStream:
+def samples_of(run: RunFile, peer: str, split: Split = "train", cache: RemoteFileCache | None = None) -> SampleStream:
     """The stream of a peer in a run. `cache`: as `cache_of` returns it, for streams that share one."""
     cache = cache or cache_of(run)
     vocab = load_vocabulary(run.model.vocab)
     return SampleStream(run.data, vocab, run.model.context, run.seed, peer, split, cache=cache)
 
 
-def cache_of(run: RunFile, in_turn: ReadInTurn = read_at_once) -> Cache:
+def cache_of(run: RunFile, in_turn: ReadInTurn = read_at_once) -> RemoteFileCache:
     """The folder of what a run's peer fetches, which all of this user's share."""
     own_address = run.line is None or is_remote(run.line.data)  # the user's own word may lead into their own network
-    downloader = Downloader(in_turn=in_turn, public_only=not own_address)
-    return Cache(default_folder(), run.limits.data_cache_mb << 20, downloader)
+    downloader = HttpFetcher(in_turn=in_turn, public_only=not own_address)
+    return RemoteFileCache(default_folder(), run.limits.data_cache_mb << 20, downloader)
 
 
 def _rng(name: str) -> random.Random:

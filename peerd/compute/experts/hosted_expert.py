@@ -24,8 +24,8 @@ from peerd.compute.codec.frames import decode, encode
 from peerd.compute.codec.layout import NotFinite
 from peerd.compute.codec.policy import CodingPlan
 from peerd.compute.experts.blocks import build_block
-from peerd.compute.flat import Layout
-from peerd.compute.model.optim import Optimizer
+from peerd.compute.flat import FlatLayout
+from peerd.compute.model.optimizer import Optimizer
 from peerd.compute.model.precision import Precision
 from peerd.compute.tensors import TORCH_DTYPES, all_finite
 from peerd.core.errors import ProtocolViolation
@@ -62,7 +62,7 @@ class HostedExpert:
         self._module = build_block(run, uid).to(self.device)
         named = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         self._parameters = list(named.values())
-        self._layout = Layout(tuple(named), tuple(p.shape for p in self._parameters))
+        self._layout = FlatLayout(tuple(named), tuple(p.shape for p in self._parameters))
         self._flat = torch.cat([p.detach().reshape(-1) for p in self._parameters])
         for parameter, view in zip(self._parameters, self._layout.views(self._flat), strict=True):
             parameter.data = view

@@ -24,7 +24,7 @@ from peerd.compute.data.readers import Field, TextPiece, read_jsonl, read_parque
 from peerd.compute.data.skipped_rows import RefusedRows
 from peerd.compute.data.text_stream import DataFile, FilePart
 from peerd.compute.export.loaded_model import LoadedModel
-from peerd.compute.tokenizer import Vocabulary
+from peerd.compute.tokenizer import Tokenizer
 from peerd.core.errors import ConfigError
 
 BATCH_TOKENS: Final = 16_384  # of the windows that are computed at once
@@ -86,7 +86,7 @@ def _nats(loaded: LoadedModel, windows: Tensor) -> float:
 class _Counted:
     """The tokens of a file, and how many bytes of text they were made of."""
 
-    def __init__(self, path: Path, vocab: Vocabulary) -> None:
+    def __init__(self, path: Path, vocab: Tokenizer) -> None:
         self.text_bytes = 0
         self._path, self._vocab = path, vocab
 

@@ -33,7 +33,7 @@ from peerd.core.run.runfile import RunFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportWish:
+class ExportRequest:
     """A wish to export: the run and step, and the folder to write."""
 
     root: Path  # the folder to look below
@@ -53,7 +53,7 @@ class Exported:
     notes: list[str]
 
 
-def export(wish: ExportWish) -> Exported:
+def export(wish: ExportRequest) -> Exported:
     """Write the model of one run to a folder; ConfigError or PeerdError in one sentence."""
     refuse_other_content(wish.out)
     runs, notes = find_runs(wish.root)

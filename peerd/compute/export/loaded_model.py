@@ -20,7 +20,7 @@ from peerd.compute.export.export import need_gpt_or_run
 from peerd.compute.export.folder import TOKENIZER, ExportConfig, load_gpt, load_weights, read_config
 from peerd.compute.export.standalone import generate
 from peerd.compute.model.partition import whole_model
-from peerd.compute.tokenizer import ByteVocabulary, Vocabulary, load_vocabulary
+from peerd.compute.tokenizer import ByteTokenizer, Tokenizer, load_vocabulary
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import RunFile
 
@@ -56,7 +56,7 @@ class LoadedModel:
 
     config: ExportConfig
     model: LanguageModel
-    vocab: Vocabulary
+    vocab: Tokenizer
     device: str
 
 
@@ -105,7 +105,7 @@ class Style:
 
 
 def write_text(
-    model: LanguageModel, vocab: Vocabulary, prompt: str, count: int, style: Style | None = None
+    model: LanguageModel, vocab: Tokenizer, prompt: str, count: int, style: Style | None = None
 ) -> Iterator[str]:
     """`prompt` continued by `count` tokens, in pieces of whole characters as they come; the prompt is not repeated.
 
@@ -126,9 +126,9 @@ class TextPieces:
     `vocab.decode` of all tokens; what is no valid UTF-8 becomes the replacement character.
     """
 
-    def __init__(self, vocab: Vocabulary) -> None:
+    def __init__(self, vocab: Tokenizer) -> None:
         self._vocab = vocab
-        self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if isinstance(vocab, ByteVocabulary) else None
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if isinstance(vocab, ByteTokenizer) else None
         self._tokens: list[int] = []
         self._given = 0  # characters of the text so far
 

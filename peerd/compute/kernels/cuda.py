@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from peerd.compute.kernels import driver, nvrtc, reference
+from peerd.compute.kernels import gpu_device, nvrtc, reference
 from peerd.compute.kernels.reference import contiguous, room_for
 from peerd.core.blockwise import CODES, scale_count
 
@@ -31,8 +31,8 @@ SUFFIXES: Final = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: 
 _FOLDER: Final = Path(__file__).parent / "source"
 _SCALES: Final = ""  # stands for a code's name where scales alone are wanted
 _MEND: Final = {
-    driver.NO_BINARY_FOR_GPU: "a newer torch may know this GPU",
-    driver.UNSUPPORTED_PTX: "update the NVIDIA driver to mend it",
+    gpu_device.NO_BINARY_FOR_GPU: "a newer torch may know this GPU",
+    gpu_device.UNSUPPORTED_PTX: "update the NVIDIA driver to mend it",
 }
 _MEND_ANY: Final = "install a CUDA build of torch that fits the driver to mend it"
 
@@ -59,7 +59,7 @@ class CudaKernels:
 
     def __init__(self, compiler: ctypes.CDLL, the_driver: ctypes.CDLL, ordinal: int) -> None:
         self._nvrtc = nvrtc.Nvrtc(compiler)
-        self._device = driver.Device(the_driver, ordinal)
+        self._device = gpu_device.GpuDevice(the_driver, ordinal)
         self.target = self._nvrtc.target(self._device.capability)
         self._lock = threading.Lock()
         self._ready: dict[str, tuple[ctypes.c_void_p, int]] = {}  # kernel -> function, CUDA blocks that run at once
@@ -193,7 +193,7 @@ def _try(device: torch.device, code: str) -> str:
             return ""
         what = f"they computed other bits than the definition ({wrong})"
         mend = "please report it with the name of the GPU"
-    except driver.DriverError as error:
+    except gpu_device.DriverError as error:
         what, mend = str(error), _MEND.get(error.code, _MEND_ANY)
     except nvrtc.NvrtcError as error:
         what = str(error)
@@ -248,4 +248,4 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     majors = (int(version.partition(".")[0]),) if version else nvrtc.MAJORS
     sites = dict.fromkeys((Path(torch.__file__).parents[1], *(Path(entry) for entry in sys.path if entry)))
     folders = [folder for site in sites for folder in nvrtc.folders_of(site)]
-    return nvrtc.load(folders, majors), driver.load()
+    return nvrtc.load(folders, majors), gpu_device.load()

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from peerd.compute.kernels.reference import Beside, contiguous, room_for
+from peerd.compute.kernels.reference import CodingOutputs, contiguous, room_for
 from peerd.core.blockwise import CODES, scale_count
 
 ISAS: Final = ("plain", "avx2", "avx512", "avx512-vbmi", "neon")  # by the library's numbers
@@ -108,7 +108,7 @@ def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor
     return out
 
 
-def quantize_missing(x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: Beside) -> None:
+def quantize_missing(x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: CodingOutputs) -> None:
     """As `quantize`, of float32, with what it makes `beside`."""
     kept = _address(beside.missed), beside.more, _address(beside.seen)
     places = scales.data_ptr(), codes.data_ptr(), *kept

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from peerd.compute.kernels import native, reference, tables
-from peerd.compute.kernels.reference import Beside
+from peerd.compute.kernels.reference import CodingOutputs
 from peerd.core.blockwise import BLOCKS, CODES, code_bytes, scale_count
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,7 +67,7 @@ class CpuKernels(Kernels, Protocol):
     """Contract of an implementation on the CPU, for flat float32 that lies in one piece."""
 
     def quantize_missing(
-        self, x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: Beside
+        self, x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: CodingOutputs
     ) -> None: ...
 
     def dequantize_onto(
@@ -110,7 +110,7 @@ def all_coded(scales: Tensor) -> bool:
     return not bool((scales.view(torch.int32) > tables.LARGEST_BITS).any())
 
 
-def quantize_missing(x: Tensor, code: str, block: int, *, codes: Tensor, scales: Tensor, beside: Beside) -> None:
+def quantize_missing(x: Tensor, code: str, block: int, *, codes: Tensor, scales: Tensor, beside: CodingOutputs) -> None:
     """Code flat float32 of the CPU, with what it makes `beside`. ValueError for tensors that do not fit."""
     _check(x, code, block)
     _check_coded(codes, scales, x, code, block)

@@ -25,7 +25,7 @@ _E4M3_MAX: Final = 448.0
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class CodingOutputs:
     """Further outputs of coding flat values, beside their codes.
 
     `missed` gets the values minus what will be decoded, added to what stands there if `more`; `seen`, which may be the
@@ -91,7 +91,7 @@ def dequantize(codes: Tensor, scales: Tensor, code: str, block: int, out: Tensor
     return out
 
 
-def quantize_missing(x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: Beside) -> None:
+def quantize_missing(x: Tensor, code: str, block: int, codes: Tensor, scales: Tensor, beside: CodingOutputs) -> None:
     """As `quantize`, of float32, with what it makes `beside`."""
     quantize(x, code, block, codes, scales)
     decoded = dequantize(codes, scales, code, block, torch.empty_like(x))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peerd.compute.flat import Layout
+from peerd.compute.flat import FlatLayout
 from peerd.compute.tensors import dtype_name
 from peerd.core.messages.swarm import Mb
 
@@ -33,7 +33,7 @@ def to_make_again(held: Collection[Mb], wanted: Iterable[Mb]) -> tuple[list[Mb],
 class Sums:
     """Sums for `steps` steps, zero at first."""
 
-    def __init__(self, layout: Layout, steps: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, layout: FlatLayout, steps: int, dtype: torch.dtype, device: torch.device | str) -> None:
         self._layout = layout
         self._new = partial(_zeros, layout.count, dtype, torch.device(device))
         self._flat = [self._new() for _ in range(steps)]

@@ -20,7 +20,7 @@ _FREE_SHARE: Final = 0.25  # of what may be taken of a GPU's memory stays free o
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Graph:
+class KeptGraph:
     """One forward pass. `era`: of the parameters that it was computed with."""
 
     x: Tensor  # the input, a leaf of the graph in all stages but the first
@@ -39,7 +39,7 @@ def has_room(device: torch.device, size_bytes: int) -> bool:
 
 
 @dataclass(slots=True)
-class SavedBytes:
+class GraphBytes:
     """The bytes that torch saves in one forward pass, measured at the first pass of each shape of inputs.
 
     `shared`: storage that lives anyway, such as the parameters'.

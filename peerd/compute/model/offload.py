@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from peerd.compute.flat import Layout
+from peerd.compute.flat import FlatLayout
 from peerd.compute.gpu import is_gpu
 from peerd.compute.model.layers import Embedding
 from peerd.compute.model.partition import ModelPiece
@@ -54,7 +54,7 @@ class _Run:
 
     source: Tensor  # their part of the flat tensor
     lead: int  # values by which it begins after an aligned address
-    layout: Layout  # of that part; names as in the block
+    layout: FlatLayout  # of that part; names as in the block
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ def _runs(flat: Tensor, places: list[tuple[str, int, torch.Size]]) -> Iterator[_
             shapes.append(shape)
             count += shape.numel()
         lead = begin * flat.itemsize % _ALIGN_BYTES // flat.itemsize
-        yield _Run(flat[begin : begin + count], lead, Layout(tuple(names), tuple(shapes)))
+        yield _Run(flat[begin : begin + count], lead, FlatLayout(tuple(names), tuple(shapes)))
 
 
 def _tensors(runs: tuple[_Run, ...], spots: list[Tensor]) -> list[Tensor]:

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from peerd.compute.codec.frames import decode
-from peerd.compute.codec.powersgd import LowRank
+from peerd.compute.codec.powersgd import PowerSgd
 from peerd.compute.frozen_state import FrozenState
-from peerd.compute.model.kept_graph import Graph
+from peerd.compute.model.kept_graph import KeptGraph
 from peerd.compute.model.stage_module import ResultNotFinite, StageModule
 from peerd.compute.tensors import TORCH_DTYPES, dtype_name, largest_in, raw_bytes, values_of
 from peerd.compute.worker import Timed
@@ -63,7 +63,7 @@ class StageOutcome(Timed):
     answer: Tensor | TensorFrame | None  # the output, or the input's gradient (none in the first stage)
     loss_sum: float  # over the samples, in the last stage
     seconds: float  # of computing
-    graph: Graph | None = None  # of a forward, where it is kept
+    graph: KeptGraph | None = None  # of a forward, where it is kept
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class Model(Protocol):
         ...
 
     @property
-    def low_rank(self) -> LowRank | None:
+    def low_rank(self) -> PowerSgd | None:
         """The low-rank code of the sum, if it travels in factors; what that keeps from round to round is part of the
         state.
         """
@@ -201,7 +201,7 @@ class ServedStage:
         return list(self._early)
 
     @property
-    def low_rank(self) -> LowRank | None:
+    def low_rank(self) -> PowerSgd | None:
         """The low-rank code of the sum, if it travels in factors."""
         return self.module.low_rank
 
@@ -254,7 +254,7 @@ class ServedStage:
         mb: Mb,
         tensors: tuple[Tensor, Tensor],
         frames: Sequence[TensorFrame],
-        graph: Graph | None = None,
+        graph: KeptGraph | None = None,
     ) -> StageOutcome:
         """Inputs, then output gradients or targets: accumulate `mb` once for `step`, give the input's gradient.
 

@@ -33,13 +33,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from peerd.compute.allocator import give_back
 from peerd.compute.changes import Changes
 from peerd.compute.codec.powersgd import low_rank_of
-from peerd.compute.flat import Layout
+from peerd.compute.flat import FlatLayout
 from peerd.compute.frozen_state import FrozenState
 from peerd.compute.gpu import settle
 from peerd.compute.model.grad_sums import Sums
-from peerd.compute.model.kept_graph import Graph, SavedBytes, has_room
+from peerd.compute.model.kept_graph import GraphBytes, KeptGraph, has_room
 from peerd.compute.model.offload import ParameterOffload, offloads
-from peerd.compute.model.optim import Optimizer
+from peerd.compute.model.optimizer import Optimizer
 from peerd.compute.model.partition import DTYPES, build
 from peerd.compute.model.precision import Precision
 from peerd.compute.model.shared_buffers import GradientNotFinite, SharedBuffers, buffers_of
@@ -75,7 +75,7 @@ class StageModule:
         self._home = torch.device("cpu") if offloaded else self.device  # of parameters, sums and moments
         self._piece = build(run, [stage]).to(self._home)
         named = dict(self._piece.named_parameters())
-        self.layout = Layout(tuple(named), tuple(parameter.shape for parameter in named.values()))
+        self.layout = FlatLayout(tuple(named), tuple(parameter.shape for parameter in named.values()))
         self._parameters = list(named.values())
         self._flat = torch.cat([p.detach().reshape(-1) for p in self._parameters]) if named else self._zeros(0)
         for parameter, view in zip(self._parameters, self.layout.views(self._flat), strict=True):
@@ -85,14 +85,14 @@ class StageModule:
         self.ahead = int(run.optimizer.delayed)  # steps after the one under way that may be accumulated for, too
         self._sums = Sums(self.layout, 1 + self.ahead, self.dtype, self._home)
         self.changes = Changes()
-        self._saved, self._passed = SavedBytes(lambda: self._flat), SavedBytes(lambda: self._flat)
+        self._saved, self._passed = GraphBytes(lambda: self._flat), GraphBytes(lambda: self._flat)
         self._before: Tensor | None = None  # the parameters before the last step, on the CPU; only in a delayed run
         self._optimizer = Optimizer(run.optimizer, self.layout, self._flat)
         self._norms = [m for m in self._piece.modules() if isinstance(m, _NormBase)]
         kept = buffers_of(self._piece)
         self.buffers = SharedBuffers(kept, run.model.buffers, run.averaging, self.dtype, 1 + self.ahead)
         names, shapes = tuple(self.buffers.shapes), tuple(self.buffers.shapes.values())
-        self.total = Layout(self.layout.names + names, self.layout.shapes + shapes)  # of what travels
+        self.total = FlatLayout(self.layout.names + names, self.layout.shapes + shapes)  # of what travels
         self.low_rank = low_rank_of(run.averaging, self.total, self.dtype, run.seed)
 
     def recompute(self) -> bool:
@@ -144,14 +144,14 @@ class StageModule:
             return 0
         return self._flat.nbytes + (most if self.device.type == "cpu" else 0)
 
-    def forward_for_backward(self, x: Tensor) -> Graph:
+    def forward_for_backward(self, x: Tensor) -> KeptGraph:
         """Forward pass in training, with all that a `backward` of the same input needs; only if `keeps_graphs`."""
         x = self._input(x)
         if not self.first:
             x.requires_grad_()
         with torch.enable_grad(), self._computing(training=True), self._saved.of(x):
             y = self._compute(x)
-        return Graph(x, y, self.changes.begun, self._saved.bytes)
+        return KeptGraph(x, y, self.changes.begun, self._saved.bytes)
 
     @torch.no_grad()
     def loss(self, x: Tensor, targets: Tensor) -> float:
@@ -169,7 +169,7 @@ class StageModule:
         sign: float = 1.0,
         ahead: int = 0,
         again: bool = False,
-        graph: Graph | None = None,
+        graph: KeptGraph | None = None,
     ) -> tuple[Tensor | None, float]:
         """Compute forward again, add `sign` times the gradient of the loss sum to the sum of the step under way.
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from peerd.compute.codec.powersgd import low_rank_of
-from peerd.compute.flat import Layout
+from peerd.compute.flat import FlatLayout
 from peerd.compute.frozen_state import FrozenState
 from peerd.compute.model.grad_sums import Sums, to_make_again
 from peerd.compute.model.served_stage import Stale, Vector, items_of
@@ -77,7 +77,7 @@ class UserModel:
         self._lr = lr
         self._named = _names(optimizer, named)
         self._parameters = list(self._named.values())
-        self.layout = Layout(tuple(self._named), tuple(p.shape for p in self._parameters))
+        self.layout = FlatLayout(tuple(self._named), tuple(p.shape for p in self._parameters))
         wide = any(p.dtype == torch.float64 for p in self._parameters)
         self.dtype = torch.float64 if wide else torch.float32
         devices = {p.device for p in self._parameters}
@@ -94,7 +94,7 @@ class UserModel:
         self._clip_norm = clip_norm
         behind = self.buffers.shapes | self._tail.shapes
         names, shapes = tuple(behind), tuple(behind.values())
-        self._total = Layout(self.layout.names + names, self.layout.shapes + shapes)  # of what travels
+        self._total = FlatLayout(self.layout.names + names, self.layout.shapes + shapes)  # of what travels
         self.low_rank = low_rank_of(averaging, self._total, self.dtype, 0)
         self.schedule = Schedule(optimizer, scheduler) if scheduler is not None else None
         self._settings = self._settings_now()

@@ -25,7 +25,7 @@ _NUMBERS: Final = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 @dataclass(frozen=True, slots=True)
-class KeptState:
+class OptimizerStateOutline:
     """One thing that the optimizer keeps for one parameter."""
 
     parameter: Tensor
@@ -48,7 +48,7 @@ class KeptState:
         return self.kind(tensor.item())
 
 
-def outline_of(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> dict[str, KeptState]:
+def outline_of(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> dict[str, OptimizerStateOutline]:
     """State that the optimizer keeps after a step, learnt with copies of everything: the real ones are only read."""
     kind = type(optimizer)
     closure = inspect.signature(kind.step).parameters.get("closure")
@@ -77,7 +77,7 @@ def outline_of(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) ->
         raise ConfigError(
             f"{kind.__name__} keeps {changed[0]} outside of its parameters' state: newcomers could not get it"
         )
-    outline: dict[str, KeptState] = {}
+    outline: dict[str, OptimizerStateOutline] = {}
     for name, parameter in copies.items():
         for key, value in sorted(rehearsal.state.get(parameter, {}).items()):
             if value is not None:
@@ -85,11 +85,13 @@ def outline_of(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) ->
     return outline
 
 
-def _kept(optimizer: str, parameter: Tensor, key: str, value: object) -> KeptState:
+def _kept(optimizer: str, parameter: Tensor, key: str, value: object) -> OptimizerStateOutline:
     if isinstance(value, Tensor) and dtype_name(value.dtype) in TORCH_DTYPES and value.ndim <= DIMS:
-        return KeptState(parameter, key, Tensor, value.dtype, value.shape, value.device)
+        return OptimizerStateOutline(parameter, key, Tensor, value.dtype, value.shape, value.device)
     if type(value) in _NUMBERS:
-        return KeptState(parameter, key, type(value), _NUMBERS[type(value)], torch.Size(), torch.device("cpu"))
+        return OptimizerStateOutline(
+            parameter, key, type(value), _NUMBERS[type(value)], torch.Size(), torch.device("cpu")
+        )
     raise ConfigError(f"{optimizer} keeps {key} as {type(value).__name__}: only tensors and numbers can travel")
 
 

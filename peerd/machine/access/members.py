@@ -76,7 +76,7 @@ class Member:
         return self.rights is not None and not self.rights & roles
 
 
-class MemberRoll:
+class RunMembers:
     """The members of one run, as one peer knows them."""
 
     def __init__(self, run: str, organizer: PeerId, stages: int) -> None:

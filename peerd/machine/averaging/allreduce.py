@@ -215,7 +215,7 @@ def _spans(length: int, count: int, shares: Sequence[float] | None) -> Iterator[
         yield begin, end
 
 
-class Round:
+class AllReduceRound:
     """See the module's header; `now` is monotonic seconds."""
 
     def __init__(

@@ -27,7 +27,7 @@ class _Known:
     pause: int = 1
 
 
-class Exploring:
+class BandwidthProbe:
     """The probes of one stage. Lines are known by their narrower direction, in bytes/s."""
 
     def __init__(self) -> None:

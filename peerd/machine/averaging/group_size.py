@@ -1,7 +1,7 @@
 """Size of averaging groups: the rule of DeDLOC's appendix C, and the failure rate that it needs.
 
 Groups of m need d = log_m N rounds for the mean of all, and a group has no failure with probability (1 - p)^m; the
-choice minimises d / (1 - p)^m. `topology.Grouping` asks it in a run, where a group that fails is repeated alone.
+choice minimises d / (1 - p)^m. `topology.GroupTopology` asks it in a run, where a group that fails is repeated alone.
 Decides only; the same everywhere for the same numbers.
 """
 

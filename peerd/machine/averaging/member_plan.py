@@ -13,7 +13,7 @@ from peerd.machine.averaging.allreduce import AveragingPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class MemberTerms:
     """Averaging settings of a run file; `align`: elements of the code's blocks (`AveragingPlan.align`)."""
 
     part_bytes: int
@@ -21,7 +21,7 @@ class Terms:
     align: int = 1
 
 
-def plan_of(order: Prepare, own: str, terms: Terms) -> AveragingPlan:
+def plan_of(order: Prepare, own: str, terms: MemberTerms) -> AveragingPlan:
     """The round that the order has `own` make; ValueError for an order that does not fit together."""
     if own not in order.group:
         raise ValueError("a round is not of this member and its group")

@@ -25,7 +25,7 @@ SMALLEST_GROUP = 3  # for groups of two at most, three peers have no grid
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class MoshpitGroup:
     """One group of one round. Sums are made in the order of `senders`.
 
     `listeners` have what one of the senders has, bring nothing, and take the sum. `copies` groups make the same sum;
@@ -94,15 +94,15 @@ def _grids(peers: int, rounds: int) -> Iterator[tuple[int, ...]]:
             yield (-(-peers // leaves), *later)
 
 
-def meetings(order: Sequence[str], sides: Sequence[int], weak: Collection[str] = ()) -> list[list[Meeting]]:
+def meetings(order: Sequence[str], sides: Sequence[int], weak: Collection[str] = ()) -> list[list[MoshpitGroup]]:
     """The groups of each round. `weak` peers, which cannot sum, are spread among the others, and listen first."""
     order = _spread(order, weak)
     leaves = math.prod(sides[1:])
     bounds = [at * len(order) // leaves for at in range(leaves + 1)]
-    rounds = [[Meeting(tuple(order[begin:end])) for begin, end in itertools.pairwise(bounds)]]
+    rounds = [[MoshpitGroup(tuple(order[begin:end])) for begin, end in itertools.pairwise(bounds)]]
     width = 1
     for side in sides[1:]:
-        step, found = width * side, list[Meeting]()
+        step, found = width * side, list[MoshpitGroup]()
         for first in range(0, leaves, step):
             parts = [order[bounds[at] : bounds[at + width]] for at in range(first, first + step, width)]
             found += joined(parts, weak)
@@ -111,7 +111,7 @@ def meetings(order: Sequence[str], sides: Sequence[int], weak: Collection[str] =
     return rounds
 
 
-def joined(parts: Sequence[Sequence[str]], weak: Collection[str] = ()) -> list[Meeting]:
+def joined(parts: Sequence[Sequence[str]], weak: Collection[str] = ()) -> list[MoshpitGroup]:
     """The groups in which clusters with these peers meet: each sends one peer into each group."""
     count = min(map(len, parts))
     senders: list[list[str]] = [[] for _ in range(count)]
@@ -125,7 +125,7 @@ def joined(parts: Sequence[Sequence[str]], weak: Collection[str] = ()) -> list[M
         for number, (at, peer) in enumerate(zip(places, ranked, strict=True)):
             (senders if number < count else listeners)[at].append(peer)
             strong[at] += peer not in weak
-    return [Meeting(tuple(senders[at]), tuple(listeners[at]), at, count) for at in range(count)]
+    return [MoshpitGroup(tuple(senders[at]), tuple(listeners[at]), at, count) for at in range(count)]
 
 
 def _spread(order: Sequence[str], weak: Collection[str]) -> list[str]:

@@ -7,7 +7,7 @@ number of peers remembered is bounded.
 
 from __future__ import annotations
 
-from peerd.machine.averaging.allreduce import Round, RoundFailed
+from peerd.machine.averaging.allreduce import AllReduceRound, RoundFailed
 
 _REMEMBERED = 64  # members, those that were waited for longest
 _TOLD = 5
@@ -19,7 +19,7 @@ def explained(failure: RoundFailed) -> str:
     return f"{failure}{who}; {failure.lost_share:.0%} of the vector has no sum"
 
 
-class Outcomes:
+class RoundStats:
     """Told of every round when it ends; `now` is monotonic seconds."""
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class Outcomes:
         self.waited_s: dict[str, float] = {}
         self.last_failure: str | None = None
 
-    def ended(self, now: float, round_: Round) -> None:
+    def ended(self, now: float, round_: AllReduceRound) -> None:
         """Record a round that gave a sum."""
         self.rounds += 1
         self._count(now, round_)
 
-    def broke(self, now: float, round_: Round, failure: RoundFailed) -> None:
+    def broke(self, now: float, round_: AllReduceRound, failure: RoundFailed) -> None:
         """Record a round that gave none; `failure` is told how much of the vector has no sum."""
         self.failed += 1
         self._count(now, round_)
@@ -52,7 +52,7 @@ class Outcomes:
             "last_failure": self.last_failure,
         }
 
-    def _count(self, now: float, round_: Round) -> None:
+    def _count(self, now: float, round_: AllReduceRound) -> None:
         self.last_s = now - round_.began
         for peer, seconds in round_.waited_s.items():
             self.waited_s[peer] = self.waited_s.get(peer, 0.0) + seconds

@@ -15,11 +15,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from peerd.core.limits import LINKS_INBOUND, RPC_LEAST_BYTES_PER_S
-from peerd.machine.averaging.bandwidth_probe import Exploring
+from peerd.machine.averaging.bandwidth_probe import BandwidthProbe
 from peerd.machine.averaging.group_size import FailureRate, group_size
-from peerd.machine.averaging.moshpit import Meeting, grid_of, grid_within, joined, largest_group, meetings
+from peerd.machine.averaging.moshpit import MoshpitGroup, grid_of, grid_within, joined, largest_group, meetings
 from peerd.machine.averaging.shares import NoSplit
-from peerd.machine.averaging.work_split import Lines, Split
+from peerd.machine.averaging.work_split import Split, WorkSplitter
 
 _FLAT = 8  # members: a grid of so few saves nothing
 _GROUP_MOST = LINKS_INBOUND // 2  # peers of one group: everyone has a connection to each of the others
@@ -38,7 +38,7 @@ class OrderedGroup:
     by the lines and the size of the vector.
     """
 
-    meeting: Meeting
+    meeting: MoshpitGroup
     split: Split | None
     helpers: frozenset[str] = frozenset()
     most_s: float = 0.0
@@ -55,14 +55,14 @@ class Ordered:
     news: str = ""  # how it is ordered, where that is new
 
 
-class Grouping:
+class GroupTopology:
     """Orders attempts. `size`: peers of a group at most (3 or more); 0: chosen."""
 
-    def __init__(self, lines: Lines, size: int) -> None:
+    def __init__(self, lines: WorkSplitter, size: int) -> None:
         self._lines = lines
         self._size = min(size, _GROUP_MOST)
         self._failures = FailureRate()
-        self._exploring: dict[int, Exploring] = {}
+        self._exploring: dict[int, BandwidthProbe] = {}
         self._last: dict[int, tuple[object, Ordered]] = {}  # of each stage, and what it was made from
 
     def observe(self, members: int, lost: Iterable[str] = ()) -> None:
@@ -74,7 +74,7 @@ class Grouping:
 
         `wide`: flat, or in groups as large as can be.
         """
-        exploring = self._exploring.setdefault(stage, Exploring())
+        exploring = self._exploring.setdefault(stage, BandwidthProbe())
         tried = exploring.next(self._lines.measured(stage, group), lambda: self._worth_trying(stage, group))
         self._lines.take_for_more(stage, tried)
         rule = group_size(len(group), self._failures.rate, _GROUP_MOST)
@@ -121,7 +121,7 @@ class Grouping:
     def _flat(self, stage: int, group: tuple[str, ...]) -> Ordered:
         split = self._lines.split(stage, group)
         helpers = frozenset(party.peer for party in split.parties if party.mode == "aux") if split else frozenset()
-        return Ordered((replace(self._divided(Meeting(group), split), helpers=helpers),))
+        return Ordered((replace(self._divided(MoshpitGroup(group), split), helpers=helpers),))
 
     def _rounds(self, stage: int, group: tuple[str, ...], sides: tuple[int, ...]) -> list[list[OrderedGroup]]:
         """The groups of each round of a grid, if nobody fails; none where some group would have nobody to sum."""
@@ -146,12 +146,12 @@ class Grouping:
     def copy(self, stage: int, holders: Sequence[str], behind: Sequence[str]) -> OrderedGroup:
         """The group in which one of `holders` gives the sum that it has to those that are `behind`. Raises NoSplit."""
         holder = next((peer for peer in holders if self._lines.sums(stage, peer)), holders[0])
-        return self._of_grid(stage, Meeting((holder,), tuple(behind)))
+        return self._of_grid(stage, MoshpitGroup((holder,), tuple(behind)))
 
-    def _of_grid(self, stage: int, meeting: Meeting) -> OrderedGroup:
+    def _of_grid(self, stage: int, meeting: MoshpitGroup) -> OrderedGroup:
         return self._divided(meeting, self._lines.split(stage, meeting.peers, helped=False))
 
-    def _divided(self, meeting: Meeting, split: Split | None) -> OrderedGroup:
+    def _divided(self, meeting: MoshpitGroup, split: Split | None) -> OrderedGroup:
         vector_bytes = self._lines.likely_vector_bytes(meeting.peers)
         return OrderedGroup(meeting, split, most_s=_most_s(len(meeting.peers), split, vector_bytes))
 

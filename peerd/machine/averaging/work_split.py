@@ -78,7 +78,7 @@ class _Said:
     addrs: tuple[str, ...]
 
 
-class Lines:
+class WorkSplitter:
     """The line figures that peers reported. See the module's header."""
 
     def __init__(self) -> None:

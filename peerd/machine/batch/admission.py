@@ -5,10 +5,10 @@ last admitted microbatch is done, so near its end a slow trainer gets no further
 others have long been able to do it too. In pipelines the stages set the pace, and every wish is taken. Times are
 measured here from reports; what a trainer says of its speed counts for nothing. Invariant: of the trainers that wish
 for a microbatch, may have one and compute none, the fastest gets the next one, so every batch is filled. A trainer that
-did not finish what it had is given less (`Leash`), and its place goes to others when the step has long waited for
-nobody else. Newcomers get little until they have helped to make a step (`Newcomers`): nothing is left to them.
-Who trains alone is given all that it wishes for, however slow: nobody else could do it.
-With each report only trainers are looked at whose wishes may have no place yet: `wish_again` names those that lost one.
+did not finish what it had is given less (`TrainerLimit`), and its place goes to others when the step has long waited
+for nobody else. Newcomers get little until they have helped to make a step (`Newcomers`): nothing is left to them. Who
+trains alone is given all that it wishes for, however slow: nobody else could do it. With each report only trainers are
+looked at whose wishes may have no place yet: `wish_again` names those that lost one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from peerd.machine.batch.forecast import TrainerPace, WorkerPace, shared_in_s, w
 from peerd.machine.batch.lateness import Lateness, Usual
 from peerd.machine.batch.ledger import Ledger
 from peerd.machine.batch.newcomers import WAIT_S, Newcomers
-from peerd.machine.batch.trainer_limit import Leash
+from peerd.machine.batch.trainer_limit import TrainerLimit
 
 _TURN_KEEP = 0.7  # of how long a microbatch took from admission to its end, at each new one
 _PATIENCE_MOST = 6  # doublings of patience while nobody finishes anything
@@ -52,7 +52,7 @@ class Admission:
         self.own_pace = own_pace
         self.resting: Set[str] = frozenset()  # trainers whose replicas contribute nothing for now
         self._trainers: dict[str, _Trainer] = {}
-        self._leashes = BoundedDict[str, Leash](LEASHED_TRAINERS)
+        self._leashes = BoundedDict[str, TrainerLimit](LEASHED_TRAINERS)
         self._first: str | None = None  # by name; None: to be looked for
         self._wishing: dict[str, None] = {}  # trainers that may wish for something which has no place in a batch
         self.newcomers = Newcomers()
@@ -181,7 +181,7 @@ class Admission:
         """
         if trainer in self.newcomers:
             return self.newcomers.failed(now, trainer, proven=proven)
-        leash = self._leashes.setdefault(trainer, Leash())
+        leash = self._leashes.setdefault(trainer, TrainerLimit())
         known = self._trainers.get(trainer)
         return leash.strike(now, under_way, known is not None and known.turn_s > 0)
 

@@ -21,7 +21,7 @@ from peerd.machine.batch.lateness import Lateness
 from peerd.machine.batch.ledger import Counted, Ledger
 from peerd.machine.swarm.events import TrainerReport, Verify
 from peerd.machine.swarm.posts import peer_of
-from peerd.machine.swarm.revisions import Versions
+from peerd.machine.swarm.revisions import ReaderVersions
 from peerd.machine.swarm.roster import RosterEntry
 
 _SHED_AT_ONCE = 128  # microbatches of a batch that is over, with each report: all together they hold others up
@@ -37,7 +37,7 @@ class StageView(NamedTuple):
 class Batches:
     """`microbatches` make a batch, each with a gradient in every one of `stages`."""
 
-    def __init__(self, stages: int, microbatches: int, versions: Versions, own_pace: bool | None = None) -> None:
+    def __init__(self, stages: int, microbatches: int, versions: ReaderVersions, own_pace: bool | None = None) -> None:
         """`own_pace`: trainers are as fast as their machines; None: where there is one stage."""
         self._stages = range(stages)
         self._nothing = [False] * stages  # of the early batch is settled

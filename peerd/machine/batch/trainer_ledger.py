@@ -84,7 +84,7 @@ class MicrobatchTally:
     not_finite: int = 0  # dropped for good: their outputs or gradients are not finite
 
 
-class Contribution(Generic[T]):
+class TrainerLedger(Generic[T]):
     """One trainer's part in the run. `session` makes its numbers differ from those of an earlier life."""
 
     def __init__(self, session: int) -> None:

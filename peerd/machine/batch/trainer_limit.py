@@ -17,7 +17,7 @@ _FREE = 64  # more than this under way is no bound any more
 
 
 @dataclass(slots=True)
-class Leash:
+class TrainerLimit:
     """One trainer's bounds. `most`: microbatches under way; None: no bound."""
 
     most: int | None = None

@@ -28,7 +28,7 @@ class Judgement:
 
 
 @dataclass(frozen=True, slots=True)
-class Summing:
+class SummingPeers:
     """The peers that had shares in a round (`summers`), and the members that could have: those that can be reached."""
 
     summers: frozenset[str]
@@ -64,7 +64,7 @@ class Agreement:
         self._barred = {peer: until for peer, until in self._barred.items() if until > step}
 
     def judge(
-        self, step: int, digests: Mapping[str, bytes], round_: Summing, since: Callable[[str], float]
+        self, step: int, digests: Mapping[str, bytes], round_: SummingPeers, since: Callable[[str], float]
     ) -> Judgement:
         """The verdict on a round whose members report these digests, not all equal."""
         most, count = Counter(digests.values()).most_common(1)[0]

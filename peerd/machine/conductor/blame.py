@@ -3,8 +3,8 @@
 Evidence, not claims. What a member reports as missing counts only within what it was assigned, and then a receipt
 decides the fault: the holder's, when it signed one in its present session; no peer's, when in an earlier session; else
 the trainer's that credited it. Newcomers, which have not yet helped to make a step, go at once and wait (`Probation`);
-others are put aside as they fail (`Standing`); trainers get less to do. The conductor, which owns the members, takes
-from here the members to let go of (`aside`) and whether the batch shrank.
+others are put aside as they fail (`FailureRecord`); trainers get less to do. The conductor, which owns the members,
+takes from here the members to let go of (`aside`) and whether the batch shrank.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.batches import Batches
 from peerd.machine.batch.credit import CreditFault, fault_of
 from peerd.machine.batch.probation import Probation
-from peerd.machine.conductor.standing import PutAside, Standing
-from peerd.machine.positions.proven_positions import Established
+from peerd.machine.conductor.standing import FailureRecord, PutAside
+from peerd.machine.positions.proven_positions import EstablishedMembers
 from peerd.machine.swarm.events import Note, Origin, Output
 from peerd.machine.swarm.posts import peer_of
 from peerd.machine.swarm.roster import Roster
@@ -26,17 +26,17 @@ class Blame:
     """Faults of one run's members and trainers. `established`: the members that have helped to make a step."""
 
     def __init__(
-        self, ban_s: float, batches: Batches, roster: Roster, established: Established, origin: Origin
+        self, ban_s: float, batches: Batches, roster: Roster, established: EstablishedMembers, origin: Origin
     ) -> None:
         self._batches, self._roster, self._established = batches, roster, established
         self._verify, self._probation = origin.verify, Probation(origin.place_of)
         batches.trainers.newcomers.probation, batches.verify, batches.tell = self._probation, origin.verify, self.note
-        self._standing = Standing(ban_s)
+        self._standing = FailureRecord(ban_s)
         self._declined = Probation()  # each member by itself
         self._refusals: dict[str, set[str]] = {}  # member -> trainers whose microbatches it could not sum
         self.aside: list[PutAside] = []  # members that the conductor is to let go of: it takes them from here
         self.shrank = False  # microbatches were dropped: the batch is not whole; the conductor takes this too
-        self.out: list[Output] = []  # notes, in one list with the outputs of `Closing`
+        self.out: list[Output] = []  # notes, in one list with the outputs of `StageClosing`
 
     def note(self, text: str) -> None:
         """A note for the log."""

@@ -22,10 +22,10 @@ from peerd.machine.batch.batches import Batches
 from peerd.machine.batch.counted_work import CountedWork
 from peerd.machine.batch.divergence import Divergence
 from peerd.machine.conductor.blame import Blame
-from peerd.machine.conductor.resting import Resting
-from peerd.machine.conductor.stage_close import Closing
+from peerd.machine.conductor.resting import RestChoice
+from peerd.machine.conductor.stage_close import StageClosing
 from peerd.machine.conductor.step_cycle import StepCycle
-from peerd.machine.positions.phases import Course, Phase
+from peerd.machine.positions.phases import Phase, RunPhase
 from peerd.machine.positions.position_search import PositionSearch
 from peerd.machine.rebalance.rebalancer import RebalanceConfig
 from peerd.machine.rebalance.rebalancing import Rebalancing
@@ -44,7 +44,7 @@ from peerd.machine.swarm.events import (
     TransferRefused,
 )
 from peerd.machine.swarm.posts import peer_of
-from peerd.machine.swarm.revisions import Versions
+from peerd.machine.swarm.revisions import ReaderVersions
 from peerd.machine.swarm.roster import Roster
 
 _IDLE_S = 5.0  # between looks where nothing is due
@@ -59,11 +59,11 @@ class Conductor:
     def __init__(self, config: ConductorConfig, rng: random.Random, now: float, origin: Origin | None = None) -> None:
         origin = origin or Origin()
         self._config = config
-        self._versions = Versions()  # of what trainers see
+        self._versions = ReaderVersions()  # of what trainers see
         self.batches = Batches(config.stages, config.microbatches, self._versions, config.own_pace)
         self.counted_work = CountedWork(config.microbatch_samples)
         self.roster = Roster(config.stages, delayed=config.delayed)
-        self.course = Course(delayed=config.delayed)
+        self.course = RunPhase(delayed=config.delayed)
         self.search = PositionSearch(config, origin, self.roster, self.course, now)
         self._batches_of: Position | None = None  # the position whose batch is filled
         for post in origin.established:
@@ -71,8 +71,8 @@ class Conductor:
         self._divergence = Divergence()
         self.search.barred = self._divergence.barred
         self._blame = Blame(config.ban_s, self.batches, self.roster, self.search.established, origin)
-        self.resting = Resting(config, self.roster, self._pace)
-        self._closing = Closing(config, self.batches, self.roster, self._blame, self.resting, rng)
+        self.resting = RestChoice(config, self.roster, self._pace)
+        self._closing = StageClosing(config, self.batches, self.roster, self._blame, self.resting, rng)
         self.resting.begins = self.search.established.rest
         self.search.established.rest(origin.resting)
         if self.batches.trainers.own_pace:

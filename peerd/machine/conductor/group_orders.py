@@ -1,9 +1,9 @@
 """Choice of the groups of a stage that sum next, and the orders to their members.
 
-Members that are in no sum yet bring their own microbatches, in the groups of `Grouping.order`. Once every microbatch is
-in a sum, groups join the sums, each member bringing the one that it keeps, round after round until there is one. A
-member that did not get what its mates have, because its group failed, gets a copy. A flat stage is one group of all,
-and nothing to join. Decides only: `stage_close` keeps the attempts and judges them.
+Members that are in no sum yet bring their own microbatches, in the groups of `GroupTopology.order`. Once every
+microbatch is in a sum, groups join the sums, each member bringing the one that it keeps, round after round until there
+is one. A member that did not get what its mates have, because its group failed, gets a copy. A flat stage is one group
+of all, and nothing to join. Decides only: `stage_close` keeps the attempts and judges them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from peerd.core.messages.swarm import Mb
-from peerd.machine.averaging.moshpit import Meeting
+from peerd.machine.averaging.moshpit import MoshpitGroup
 from peerd.machine.averaging.shares import NoSplit
-from peerd.machine.averaging.topology import Grouping, Ordered, OrderedGroup
+from peerd.machine.averaging.topology import GroupTopology, Ordered, OrderedGroup
 from peerd.machine.averaging.work_split import Split
 from peerd.machine.batch.batches import Batches
 from peerd.machine.batch.ledger import Ledger
@@ -140,7 +140,7 @@ class GroupOrders:
     """See the module's header. `note` takes what a person may want to know."""
 
     def __init__(
-        self, grouping: Grouping, batches: Batches, rng: random.Random, factors: bool, note: Callable[[str], None]
+        self, grouping: GroupTopology, batches: Batches, rng: random.Random, factors: bool, note: Callable[[str], None]
     ) -> None:
         self._grouping, self._batches, self._rng, self._factors = grouping, batches, rng, factors
         self.note = note
@@ -212,7 +212,7 @@ class GroupOrders:
         """Each member by itself makes a sum that turned out to be the last one ready for the step."""
         if top.last or (self._factors and order.close.first is None):
             return []
-        return self._bring(order, [OrderedGroup(Meeting((peer,)), None) for peer in top.kept], (top,), True)
+        return self._bring(order, [OrderedGroup(MoshpitGroup((peer,)), None) for peer in top.kept], (top,), True)
 
     def _joined(self, order: _Order, free: tuple[str, ...]) -> list[_Task]:
         """The groups that join sums. In the last ones listen those that hold nothing, and are in no sum (`free`)."""

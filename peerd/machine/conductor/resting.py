@@ -64,7 +64,7 @@ class _Measured(NamedTuple):
     averaging: float = 1.0
 
 
-class Resting:
+class RestChoice:
     """See the module's header. `pace` is microbatches a second of a post's device; 0: unknown."""
 
     def __init__(self, config: ConductorConfig, roster: Roster, pace: Callable[[str], float]) -> None:

@@ -14,9 +14,9 @@ import random
 from collections.abc import Container
 
 from peerd.machine.averaging.shares import NoSplit
-from peerd.machine.averaging.topology import Grouping
+from peerd.machine.averaging.topology import GroupTopology
 from peerd.machine.batch.batches import Batches
-from peerd.machine.conductor.agreement import Agreement, Summing
+from peerd.machine.conductor.agreement import Agreement, SummingPeers
 from peerd.machine.conductor.attempt import GroupAttempt
 from peerd.machine.conductor.blame import Blame
 from peerd.machine.conductor.group_orders import GroupOrders, StageClose
@@ -31,7 +31,7 @@ _ABSENT_MOST = 2  # times in a step that a member lacks the sum it is to bring, 
 _JURY = 3  # members of a group whose different sums show who is at fault, if the stage has so many
 
 
-class Closing:
+class StageClosing:
     """The attempts of all stages of one run. See the module's header."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Closing:
         """`resting`: posts that contribute nothing for now. They are in no group, and make no microbatches."""
         self._config, self._batches, self._roster, self._rng = config, batches, roster, rng
         self.blame, self._resting = blame, resting
-        self._grouping = Grouping(roster.lines, config.group_size)
+        self._grouping = GroupTopology(roster.lines, config.group_size)
         self._groups = GroupOrders(self._grouping, batches, rng, config.factors, blame.note)
         self._agreements = [Agreement() for _ in range(config.stages)]
         self._step = 0  # the batch's
@@ -451,7 +451,7 @@ class Closing:
                 self.blame.let_go(now, peer, "took part where members ended with different sums", proven=alone)
             return
         able = frozenset(peer for peer in found.kept if not self._roster.lines.is_client(peer))
-        summing = Summing(found.summers, able)
+        summing = SummingPeers(found.summers, able)
         told = self._agreements[stage].judge(self._step, found.digests, summing, self._roster.since)
         self.blame.note(f"stage {stage}: {told.note}")
         for peer in told.guilty:

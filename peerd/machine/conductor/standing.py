@@ -37,7 +37,7 @@ class PutAside:
         return f"peer …{self.peer[-8:]} {self.why} and {how} {self.seconds:.0f} s"
 
 
-class Standing:
+class FailureRecord:
     """See the module's header."""
 
     def __init__(self, ban_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The cycle of a step: microbatches are admitted, every stage averages (`Closing`), all members commit.
+"""The cycle of a step: microbatches are admitted, every stage averages (`StageClosing`), all members commit.
 
 OPEN: trainers' microbatches fill the batch; those whose lease ends go to others. CLOSING: each stage that has its part
 of all of them averages; when the batch shrinks, every mean is forgotten and the step is OPEN again. With the last mean,
@@ -12,9 +12,9 @@ import math
 
 from peerd.core.messages.swarm import Position
 from peerd.machine.batch.batches import Batches, StageView
-from peerd.machine.conductor.resting import Resting
-from peerd.machine.conductor.stage_close import Closing
-from peerd.machine.positions.phases import Course, Phase
+from peerd.machine.conductor.resting import RestChoice
+from peerd.machine.conductor.stage_close import StageClosing
+from peerd.machine.positions.phases import Phase, RunPhase
 from peerd.machine.swarm.events import ConductorConfig, Note, Output, SendMove, TrainerReport
 from peerd.machine.swarm.late_movers import LateMovers
 from peerd.machine.swarm.latecomers import Latecomers
@@ -35,9 +35,9 @@ class StepCycle:
         config: ConductorConfig,
         batches: Batches,
         roster: Roster,
-        course: Course,
-        closing: Closing,
-        resting: Resting,
+        course: RunPhase,
+        closing: StageClosing,
+        resting: RestChoice,
     ) -> None:
         self._config, self._batches, self._roster = config, batches, roster
         self._course, self._closing, self._blame = course, closing, closing.blame

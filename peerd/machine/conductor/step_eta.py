@@ -17,7 +17,7 @@ _KEPT_S = 0.2
 _SMOOTHING = 0.3
 
 
-class Outlook:
+class StepEta:
     """See the module's header. For one conductor's term."""
 
     def __init__(self) -> None:

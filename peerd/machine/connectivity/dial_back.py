@@ -18,7 +18,7 @@ from peerd.core.addr import decode_addr, ip_of, place_of, reach, split_peer, tcp
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
 from peerd.core.protobuf.autonat import DialMe, DialStatus
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.rate.quota import Quota
 
 _TOO_OFTEN = ("too many questions in this minute", "you ask too often", "your address asks too often")
@@ -38,7 +38,7 @@ class Asker:
 
     peer: PeerId
     remote: Multiaddr
-    way: Way
+    way: PathKind
 
 
 class DialBacks:
@@ -59,7 +59,7 @@ class DialBacks:
         ip = ip_of(asker.remote)
         if question.peer not in (None, asker.peer):
             return DialBackRefusal(DialStatus.BAD_REQUEST, "only the asker itself is dialed")
-        if asker.way in (Way.RELAYED, Way.PUNCHED) or ip is None:
+        if asker.way in (PathKind.RELAYED, PathKind.PUNCHED) or ip is None:
             return DialBackRefusal(DialStatus.DIAL_REFUSED, "this connection does not show from where you dial")
         if reach(asker.remote) < 2:
             return DialBackRefusal(DialStatus.DIAL_REFUSED, "only addresses of the internet are dialed")

@@ -31,7 +31,7 @@ FAILED_LATELY_S: Final = 120.0  # so long an address that failed comes after the
 
 
 @dataclass(slots=True)
-class Past:
+class AddressHistory:
     """History of an address."""
 
     worked: int = 0  # 0: never; else the larger, the later
@@ -40,7 +40,7 @@ class Past:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class NetworkSurroundings:
     """Network surroundings of this peer; empty fields: not known."""
 
     networks: tuple[IpNetwork, ...] = ()  # that its interfaces are in
@@ -59,7 +59,7 @@ class _Kind(IntEnum):
     ELSEWHERE = 5  # private, in a network that is not ours: routed to by chance, or a stranger's
 
 
-def order(known: Mapping[Multiaddr, Past], around: Surroundings, now: float) -> list[Multiaddr]:
+def order(known: Mapping[Multiaddr, AddressHistory], around: NetworkSurroundings, now: float) -> list[Multiaddr]:
     """A peer's addresses, the most promising first."""
     late = {addr for addr, past in known.items() if now < past.failed_s + FAILED_LATELY_S or addr in around.listening}
     fresh = sorted((addr for addr in known if addr not in late), key=lambda addr: -known[addr].worked)
@@ -71,14 +71,14 @@ def order(known: Mapping[Multiaddr, Past], around: Surroundings, now: float) -> 
     return [*proven, *rest, *relayed, *sorted(late, key=lambda addr: (known[addr].failed_s, addr.to_bytes()))]
 
 
-def _apart(addrs: Iterable[Multiaddr], around: Surroundings) -> bool:
+def _apart(addrs: Iterable[Multiaddr], around: NetworkSurroundings) -> bool:
     """True when the peer is certainly behind another router: its public IPv4 addresses and ours have none in common."""
     ours = {ip for ip in around.public if ip.version == 4}
     theirs = {ip for addr in addrs if (ip := ip_of(addr)) is not None and ip.version == 4 and reach(addr) == 2}
     return bool(ours) and bool(theirs) and not ours & theirs
 
 
-def _kind(addr: Multiaddr, around: Surroundings, *, apart: bool) -> _Kind:
+def _kind(addr: Multiaddr, around: NetworkSurroundings, *, apart: bool) -> _Kind:
     ip = ip_of(addr)
     if ip is None:
         return _Kind.NAME
@@ -121,7 +121,7 @@ class Wait:
     until_s: float
 
 
-class Race:
+class HappyEyeballs:
     """The attempts to reach one peer. Invariants: at most PARALLEL at once, and each address once."""
 
     def __init__(self, now: float) -> None:

@@ -21,7 +21,7 @@ from peerd.machine.connectivity.network_votes import majority, network_of
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class ObservedAddr:
     """One connected peer's observation of us. `seen`: None when it did not say."""
 
     peer: PeerId
@@ -52,7 +52,7 @@ class Observers:
     """The sights, by peer."""
 
     def __init__(self) -> None:
-        self._sights: dict[PeerId, Sight] = {}  # longest known first
+        self._sights: dict[PeerId, ObservedAddr] = {}  # longest known first
         self._places: dict[PeerId, str] = {}
         self._views: dict[int, ObservedView] = {}
 
@@ -62,18 +62,18 @@ class Observers:
     def __len__(self) -> int:
         return len(self._sights)
 
-    def get(self, peer: PeerId) -> Sight | None:
+    def get(self, peer: PeerId) -> ObservedAddr | None:
         return self._sights.get(peer)
 
     def place(self, peer: PeerId) -> str:
         """The network of a known peer."""
         return self._places[peer]
 
-    def outside(self) -> Iterator[Sight]:
+    def outside(self) -> Iterator[ObservedAddr]:
         """The sights from outside."""
         return (sight for sight in self._sights.values() if sight.outside)
 
-    def put(self, sight: Sight) -> PeerId | None:
+    def put(self, sight: ObservedAddr) -> PeerId | None:
         """Take a sight, in place of the peer's earlier one. Returns the peer whose sight had to go for it."""
         if sight.seen is not None and (tcp_place(sight.seen) is None or ip_of(sight.seen) is None):
             sight = replace(sight, seen=None)

@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Final
 
 
-class Way(IntEnum):
+class PathKind(IntEnum):
     """Kind of path to a peer; the smaller, the better."""
 
     LOCAL = 0  # this machine, or the same network
@@ -29,7 +29,7 @@ class Way(IntEnum):
 
 # What a kind of way is worth in seconds of round trip. A local path may yet be a detour, such as a slow tunnel; a
 # punched one ends with the routers' memory of it; a relayed one is used when there is nothing else.
-_COST_S: Final = {Way.LOCAL: 0.0, Way.DIRECT: 0.02, Way.PUNCHED: 0.04, Way.RELAYED: 1e3}
+_COST_S: Final = {PathKind.LOCAL: 0.0, PathKind.DIRECT: 0.02, PathKind.PUNCHED: 0.04, PathKind.RELAYED: 1e3}
 _STICKY_S: Final = 0.01  # by how much another way has to be better, at the least
 _STICKY_SHARE: Final = 0.2  # and as a share of the round trip
 _TOGETHER_S: Final = 3.0  # dials from both ends within so long were one event: a hand-shake, and the slower one's
@@ -39,7 +39,7 @@ _TOGETHER_S: Final = 3.0  # dials from both ends within so long were one event: 
 class Path:
     """One connection, as the choice sees it."""
 
-    way: Way
+    way: PathKind
     rtt_s: float | None  # None: not measured yet
     opened_at: float
     ours: bool  # dialed by this side

@@ -30,7 +30,7 @@ class _Missing:
     dialling: bool = False
 
 
-class Assembly:
+class PreconnectPlan:
     """One member's view of its stage-mates. `own` and mates are peer ids as text."""
 
     def __init__(self, own: str) -> None:

@@ -23,9 +23,9 @@ from peerd.core.addr import ip_of, reach, tcp_addr, tcp_place
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDRS_PER_PEER, OBSERVERS
 from peerd.machine.connectivity.network_votes import network_of, votes
-from peerd.machine.connectivity.observed_addrs import Observers, Sight, version_of
+from peerd.machine.connectivity.observed_addrs import ObservedAddr, Observers, version_of
 
-__all__ = ["AskDialBack", "Finding", "Kind", "Reachability", "ReachabilityConfig", "Sight", "advice"]
+__all__ = ["AskDialBack", "Kind", "ObservedAddr", "Reachability", "ReachabilityConfig", "ReachabilityVerdict", "advice"]
 
 _VERSIONS = (4, 6)
 
@@ -42,7 +42,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ReachabilityVerdict:
     """The verdict. Addresses are public and without /p2p."""
 
     kind: Kind
@@ -106,7 +106,7 @@ class Reachability:
         self._servers: dict[PeerId, _Server] = {}
         self._answers: dict[PeerId, _Answer] = {}  # the latest last
         self._epoch: tuple[object, object, object] = (), (), ()
-        self.finding = Finding(Kind.UNKNOWN, "nobody has been asked yet")
+        self.finding = ReachabilityVerdict(Kind.UNKNOWN, "nobody has been asked yet")
 
     # --- what happens ------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class Reachability:
         """
         self._own, self._given = tuple(listen), tuple(given)
 
-    def saw(self, now: float, sight: Sight) -> None:
+    def saw(self, now: float, sight: ObservedAddr) -> None:
         """A connected peer has told how it sees us, or what it serves."""
         known = self._observers.get(sight.peer)
         gone = self._observers.put(sight)
@@ -241,7 +241,7 @@ class Reachability:
             if server.pending is not None or (not server.due and self._ready_at(server) > now)
         ]
 
-    def _questionable(self, sight: Sight) -> tuple[Multiaddr, ...]:
+    def _questionable(self, sight: ObservedAddr) -> tuple[Multiaddr, ...]:
         """Addresses to have this peer dial: ours, as it may see them."""
         seen_ip = ip_of(sight.seen) if sight.seen is not None else None
         found = self._surely_ours()
@@ -264,21 +264,23 @@ class Reachability:
 
     # --- the verdict -------------------------------------------------------------------------------------------
 
-    def _judge(self, now: float) -> Finding:
+    def _judge(self, now: float) -> ReachabilityVerdict:
         outside = list(self._observers.outside())
         ours = self._surely_ours()
         candidates = tuple(self._candidates())
         if not self._own:
-            return Finding(Kind.DEAF, "this peer does not listen", (), candidates, needs_relays=bool(outside))
+            return ReachabilityVerdict(
+                Kind.DEAF, "this peer does not listen", (), candidates, needs_relays=bool(outside)
+            )
         if self._answers and not self._may_turn(now):
             return self._decide(outside, candidates)
         if not self._servers and (dialed := _came_in(outside, self._presumed())):
             best = max(votes(dialed).items(), key=lambda pair: pair[1])[0]
-            return Finding(Kind.REACHABLE, "peers from outside have connected", (best,), candidates)
+            return ReachabilityVerdict(Kind.REACHABLE, "peers from outside have connected", (best,), candidates)
         needs_relays = bool(outside) and not _has_ip4(ours)
-        return Finding(Kind.UNKNOWN, self._why_unknown(outside), (), candidates, needs_relays=needs_relays)
+        return ReachabilityVerdict(Kind.UNKNOWN, self._why_unknown(outside), (), candidates, needs_relays=needs_relays)
 
-    def _decide(self, outside: list[Sight], candidates: tuple[Multiaddr, ...]) -> Finding:
+    def _decide(self, outside: list[ObservedAddr], candidates: tuple[Multiaddr, ...]) -> ReachabilityVerdict:
         """Decide from the answers there are, for each IP version by itself."""
         ours, proven, dead = self._surely_ours(), list[Multiaddr](), list[Multiaddr]()
         for version in _VERSIONS:
@@ -293,11 +295,13 @@ class Reachability:
         if proven:
             sure = _has_ip4(addr for addr in proven if addr in ours)
             why = f"strangers get through to {proven[0]}"
-            return Finding(Kind.REACHABLE, why, tuple(proven), candidates, tuple(dead), needs_relays=not sure)
+            return ReachabilityVerdict(
+                Kind.REACHABLE, why, tuple(proven), candidates, tuple(dead), needs_relays=not sure
+            )
         kind, why = self._obstacle(ours)
         views = [self._observers.view(version) for version in _VERSIONS]
         guessed = kind == Kind.KEEPS_PORTS and all(view.port_observers < 2 for view in views)
-        return Finding(kind, why, (), candidates, tuple(dead), needs_relays=True, guessed=guessed)
+        return ReachabilityVerdict(kind, why, (), candidates, tuple(dead), needs_relays=True, guessed=guessed)
 
     def _may_turn(self, now: float) -> bool:
         """True when there is no verdict yet, and the peers asked just now might bring one."""
@@ -330,7 +334,7 @@ class Reachability:
         ips = [ip for version in _VERSIONS if (ip := self._observers.view(version).ip) is not None]
         return [*self._given, *self._own, *(tcp_addr(ip, port) for ip in ips for port in self._ports())]
 
-    def _why_unknown(self, outside: list[Sight]) -> str:
+    def _why_unknown(self, outside: list[ObservedAddr]) -> str:
         pending = [server for server in self._servers.values() if server.pending is not None]
         if not outside:
             return "no peer outside this network has been met"
@@ -378,7 +382,7 @@ class Reachability:
         assert sum(server.pending is not None for server in self._servers.values()) <= self._config.at_once
 
 
-def _came_in(outside: list[Sight], own: Iterable[Multiaddr]) -> list[tuple[Multiaddr, Multiaddr]]:
+def _came_in(outside: list[ObservedAddr], own: Iterable[Multiaddr]) -> list[tuple[Multiaddr, Multiaddr]]:
     """Peers of the internet that dialed one of these addresses of ours: where they are, and which."""
     allowed = set(own)
     dialed = [(s.at, s.seen) for s in outside if s.accepted and s.seen is not None]
@@ -389,7 +393,7 @@ def _has_ip4(addrs: Iterable[Multiaddr]) -> bool:
     return any(version_of(addr) == 4 for addr in addrs)
 
 
-def advice(finding: Finding, port: int | None, relays: int) -> str:
+def advice(finding: ReachabilityVerdict, port: int | None, relays: int) -> str:
     """The verdict and what to do about it, in a sentence. `port`: where we listen; `relays`: how many take circuits."""
     forward = f"forward TCP port {port} for full speed" if port is not None else "listen on a TCP port for full speed"
     inbound = "" if relays else "; others cannot connect until a relay is found"

@@ -96,7 +96,7 @@ class _Allowance:
 
 
 @dataclass(slots=True)
-class Switchboard:
+class RelayServer:
     """The tables of one relay."""
 
     config: RelayConfig = field(default_factory=RelayConfig)

@@ -17,7 +17,7 @@ from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict, answer_bytes
 
 
-class Search:
+class KeySearch:
     """One look-up toward `key`; with `values` it also gathers the records that the peers hold under it.
 
     `max_age_s`: copies of that age, from peers on the way, will do. It takes `most_bytes` of the records in each answer
@@ -172,7 +172,7 @@ class Placement:
         return known
 
 
-Part = Search | Placement
+Part = KeySearch | Placement
 
 
 @dataclass(slots=True)
@@ -181,13 +181,13 @@ class Task:
 
     op: int | None
     kind: str  # "get", "copy", "put", "join", "refresh"
-    searches: list[Search] = field(default_factory=list)
+    searches: list[KeySearch] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
-    then: Callable[[Search], list[Placement]] | None = None  # the placements that a finished search leads to
+    then: Callable[[KeySearch], list[Placement]] | None = None  # the placements that a finished search leads to
     attempt: int = 1
-    _pending: list[Search] = field(init=False)  # searches that have not led to placements yet
+    _pending: list[KeySearch] = field(init=False)  # searches that have not led to placements yet
 
-    _going: list[Search] = field(init=False)  # searches that have not ended
+    _going: list[KeySearch] = field(init=False)  # searches that have not ended
     _hurried: bool = False
 
     def __post_init__(self) -> None:
@@ -198,7 +198,7 @@ class Task:
     def done(self) -> bool:
         return not self._pending and all(part.done for part in self.parts())
 
-    def parts(self) -> list[Search | Placement]:
+    def parts(self) -> list[KeySearch | Placement]:
         return [*self.searches, *self.placements]
 
     def next(self, now: float, touched: Collection[int] | None = None) -> list[tuple[Contact, Part]]:

@@ -20,8 +20,8 @@ from peerd.core.record import Record
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.lookup import Lookup, LookupGuide, LookupRule
 from peerd.machine.dht.node_state import NodeState
-from peerd.machine.dht.query import Placement, Search, Task
-from peerd.machine.dht.requests import Dispatch
+from peerd.machine.dht.query import KeySearch, Placement, Task
+from peerd.machine.dht.requests import PendingRequests
 from peerd.machine.dht.routing_table import KEY_BITS, Contact, place
 from peerd.machine.dht.store import answer_bytes, is_large
 
@@ -57,10 +57,10 @@ class LargeRecords:
         return sum(answer_bytes(record) for records in self._by_key.values() for record in records)
 
 
-class Workbench:
+class QueryPool:
     """Runs tasks over `node`; outputs go to `emit`."""
 
-    def __init__(self, node: NodeState, dispatch: Dispatch, emit: Callable[[q.Output], None]) -> None:
+    def __init__(self, node: NodeState, dispatch: PendingRequests, emit: Callable[[q.Output], None]) -> None:
         self._node = node
         self._dispatch = dispatch
         self._emit = emit
@@ -113,7 +113,7 @@ class Workbench:
         known = [key for key in by_key if self._node.neighbours.near_is_fresh(now, key)]
         searches = [self._search(now, key, self._place_rule, values=False) for key in by_key if key not in known]
 
-        def then(search: Search) -> list[Placement]:
+        def then(search: KeySearch) -> list[Placement]:
             contacts = search.lookup.nearest(self._node.config.k)
             return [self._placement(now, record, contacts) for record in by_key[search.key]]
 
@@ -173,7 +173,7 @@ class Workbench:
 
     def _search(
         self, now: float, key: Key, rule: LookupRule, *, values: bool, most_bytes: int = 0, max_age_s: int = 0
-    ) -> Search:
+    ) -> KeySearch:
         node, target = self._node, place(key)
         node.neighbours.table.searched(now, target)
         own, guide = next(iter(self._ourselves()), None), LookupGuide(node.round_trips, self._radius(now))
@@ -181,7 +181,7 @@ class Workbench:
         held = node.store.get(node.wall(now), key, most_bytes) if values else []
         lookup.found = bool(held)
         had = [*self._large.of(key, node.wall(now)), *filter(is_large, held)] if values else []
-        return Search(key, lookup, values=values, held=held, had=had, most_bytes=most_bytes, max_age_s=max_age_s)
+        return KeySearch(key, lookup, values=values, held=held, had=had, most_bytes=most_bytes, max_age_s=max_age_s)
 
     def _radius(self, now: float) -> int:
         """The distance from a key within which its holders are, by how near our own nearest neighbours are to us."""

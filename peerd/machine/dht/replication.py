@@ -17,7 +17,7 @@ _KEYS_PER_STEP = 16  # each costs a search of the table; together well below a m
 _NEWCOMERS = 256  # at once; who comes later gets its records when they are renewed
 
 
-class Handover:
+class Replication:
     """Work that newcomers make. Holds keys and contacts only."""
 
     def __init__(self, own: PeerId, copies: int) -> None:

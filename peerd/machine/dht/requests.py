@@ -22,7 +22,7 @@ from peerd.core.limits import (
 from peerd.core.record import MAX_RECORD_BYTES, Record, Verifier
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.neighbours import Neighbours
-from peerd.machine.dht.query import Placement, Search, Task
+from peerd.machine.dht.query import KeySearch, Placement, Task
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import answer_bytes
 
@@ -35,7 +35,7 @@ class RequestInFlight:
 
     contact: Contact
     request: q.Request
-    searches: Sequence[tuple[Task, Search]]
+    searches: Sequence[tuple[Task, KeySearch]]
     placements: Sequence[tuple[Task, Placement]]
     asked_at: float = 0.0
 
@@ -55,7 +55,7 @@ class RequestInFlight:
             placement.failed(self.contact.peer)
 
 
-class Dispatch:
+class PendingRequests:
     """Asks on behalf of `own`."""
 
     def __init__(self, own: PeerId, neighbours: Neighbours, verifier: Verifier) -> None:
@@ -82,18 +82,18 @@ class Dispatch:
         self, now: float, tasks: Iterable[Task], hello: q.Hello, touched: Collection[int] | None = None
     ) -> Iterator[q.Ask]:
         """Messages that these tasks need sent now, one per peer and kind as far as it fits; see `Task.next`."""
-        searches: dict[tuple[Contact, bool, int, int], list[tuple[Task, Search]]] = {}
+        searches: dict[tuple[Contact, bool, int, int], list[tuple[Task, KeySearch]]] = {}
         placements: dict[Contact, list[tuple[Task, Placement]]] = {}
         for task in tasks:
             for contact, part in task.next(now, touched):
-                if isinstance(part, Search):
+                if isinstance(part, KeySearch):
                     searches.setdefault((contact, part.values, part.most_bytes, part.max_age_s), []).append(
                         (task, part)
                     )
                 else:
                     placements.setdefault(contact, []).append((task, part))
         for (contact, values, most_bytes, max_age_s), wanted in searches.items():
-            by_key: dict[Key, list[tuple[Task, Search]]] = {}
+            by_key: dict[Key, list[tuple[Task, KeySearch]]] = {}
             for task, search in wanted:  # several tasks may want one key: the other side answers it once
                 by_key.setdefault(search.key, []).append((task, search))
             for keys in _chunks(tuple(by_key), DHT_KEYS_PER_CALL):
@@ -152,7 +152,7 @@ class Dispatch:
                 search.lookup.postponed(flight.contact.peer)
         return None
 
-    def _fault(self, search: Search, records: Sequence[Record]) -> str | None:
+    def _fault(self, search: KeySearch, records: Sequence[Record]) -> str | None:
         """Fault of the records that came for one search, in words; None: they are as they should be."""
         if any(record.key != search.key for record in records):
             return "it gave a record of another key than it was asked for"
@@ -171,7 +171,7 @@ class Dispatch:
         contact: Contact,
         request: q.Request,
         *,
-        searches: Sequence[tuple[Task, Search]] = (),
+        searches: Sequence[tuple[Task, KeySearch]] = (),
         placements: Sequence[tuple[Task, Placement]] = (),
     ) -> q.Ask:
         self._last_id += 1
@@ -180,7 +180,7 @@ class Dispatch:
         return q.Ask(self._last_id, known, request)
 
 
-def _named(parts: Iterable[tuple[Task, Search]]) -> tuple[bytes, ...]:
+def _named(parts: Iterable[tuple[Task, KeySearch]]) -> tuple[bytes, ...]:
     """Tags of the records that the askers have: where there are too many, of the largest, which cost the most."""
     has = {tag: answer_bytes(record) for _, search in parts for tag, record in search.has.items()}
     return tuple(nlargest(DHT_TAGS_PER_CALL, has, key=has.__getitem__))

@@ -17,7 +17,7 @@ from peerd.machine.rate.bdp_window import BdpWindow
 NOWHERE: Final = -1  # a place that is not known
 
 
-class Held:
+class Reassembly:
     """Pieces of one stream that came before their turn, and where it ends if that is known."""
 
     __slots__ = ("_pieces", "_starts", "bytes", "fin_at", "flight", "reset_at")

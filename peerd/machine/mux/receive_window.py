@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from peerd.machine.mux.frames import WINDOW
-from peerd.machine.mux.reassembly import Held
+from peerd.machine.mux.reassembly import Reassembly
 from peerd.machine.mux.send_queue import SendQueue
 from peerd.machine.mux.stream import INITIAL_WINDOW, WindowBudget, YamuxConfig, YamuxStream
 
@@ -20,7 +20,7 @@ _FLIGHTS: Final = 3  # a striped stream's window, in what should be under way
 _TUNE_RTT_FLOOR_S: Final = 0.002  # below it scheduling, not the path, limits the rate
 
 
-class Credit:
+class ReceiveWindow:
     """Credit of the streams of one session."""
 
     __slots__ = ("_budget", "_config", "_queue", "_usual_target")
@@ -47,7 +47,13 @@ class Credit:
         return half and not more
 
     def flow(
-        self, stream: YamuxStream, held: Held, arrived: int, now: float, rtt_s: float | None, queue_s: float | None
+        self,
+        stream: YamuxStream,
+        held: Reassembly,
+        arrived: int,
+        now: float,
+        rtt_s: float | None,
+        queue_s: float | None,
     ) -> None:
         """Credit for a striped stream, as its bytes come or are read: as much as should be under way, if there is
         memory for it and for what a lost packet keeps from its turn."""

@@ -24,7 +24,7 @@ _AWAKE_S: Final = 0.01  # between two looks while bulk comes in; after a longer 
 _ID_WALL: Final = 1 << 32
 
 
-class Pings:
+class RttPings:
     """Pings of one session; times in seconds."""
 
     __slots__ = ("_id", "_looked_at", "_recent", "_sent_at", "_slept_s", "_told", "_waiting")

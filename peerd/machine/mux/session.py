@@ -36,13 +36,13 @@ from peerd.machine.mux.frames import (
     Opened,
     Pong,
 )
-from peerd.machine.mux.reassembly import Held
-from peerd.machine.mux.receive_window import Credit
-from peerd.machine.mux.rtt import Pings
+from peerd.machine.mux.reassembly import Reassembly
+from peerd.machine.mux.receive_window import ReceiveWindow
+from peerd.machine.mux.rtt import RttPings
 from peerd.machine.mux.send_queue import SendQueue
 from peerd.machine.mux.silence import Silence
 from peerd.machine.mux.stream import INITIAL_WINDOW, WindowBudget, YamuxConfig, YamuxStream
-from peerd.machine.mux.striping import PLACE, PLACED, PLACED_HEADER, Lane, check_place, release
+from peerd.machine.mux.striping import PLACE, PLACED, PLACED_HEADER, StripedLane, check_place, release
 
 _HEADER_BYTES: Final = HEADER.size
 _PLAIN_DATA: Final = (0, DATA, 0)
@@ -51,7 +51,7 @@ _CALM_RTT_S: Final = 1.0  # pings for a window are as few as on a path of such a
 _LAST_ID: Final = (1 << 32) - 1
 
 
-class Yamux:
+class YamuxSession:
     """One session, seen from one side. The link's initiator opens odd streams, the other side even ones."""
 
     def __init__(
@@ -75,13 +75,13 @@ class Yamux:
         self.ready = True  # the driver clears it for a peer of another kind, until that uses a stream itself
         self.peer_gone = self.leaving = False
         self._queue = SendQueue()
-        self._credit = Credit(self.config, self.budget, self._queue)
+        self._credit = ReceiveWindow(self.config, self.budget, self._queue)
         self.drained = self._queue.drained  # streams that reached their low water in `fill`; the driver empties this
         self._next_id = 1 if initiator else 2
-        self._lane = Lane(main=True)
+        self._lane = StripedLane(main=True)
         self.place, self.row = self._lane.place, self._lane.row
         self.takes_placed = False  # the peer may stripe its streams
-        self.pings = Pings()
+        self.pings = RttPings()
         self._ping_due = now
         self.silence = Silence(self.config, now)
         self._linger_at = float("inf")
@@ -248,7 +248,7 @@ class Yamux:
     # --- receiving -----------------------------------------------------------------------------------------
 
     def receive(
-        self, data: bytes | memoryview, now: float, lane: Lane | None = None, events: list[Event] | None = None
+        self, data: bytes | memoryview, now: float, lane: StripedLane | None = None, events: list[Event] | None = None
     ) -> list[Event]:
         """Take plaintext in pieces of any size. `data` may be reused afterwards, unless `pinned` says otherwise.
 
@@ -286,7 +286,7 @@ class Yamux:
             raise ProtocolViolation(f"flood of control frames: {len(self._queue.control):,} bytes of replies unread")
         return events
 
-    def _take_head(self, lane: Lane, view: memoryview, now: float, events: list[Event]) -> int:
+    def _take_head(self, lane: StripedLane, view: memoryview, now: float, events: list[Event]) -> int:
         """Add to an incomplete header, and use it once it is whole; returns the bytes taken."""
         head, at = lane.head, 0
         for whole in (_HEADER_BYTES, PLACED_HEADER.size):
@@ -307,7 +307,7 @@ class Yamux:
             self._take_frame(lane, header, now, events)
         return at
 
-    def _take_body(self, lane: Lane, piece: memoryview, buffer_bytes: int, events: list[Event]) -> None:
+    def _take_body(self, lane: StripedLane, piece: memoryview, buffer_bytes: int, events: list[Event]) -> None:
         size, at = len(piece), lane.at
         lane.left -= size
         if at >= 0:
@@ -335,7 +335,7 @@ class Yamux:
         if not lane.left and lane.fin:
             self._take_fin(stream, events)
 
-    def _flow(self, stream: YamuxStream, held: Held, size: int, now: float) -> None:
+    def _flow(self, stream: YamuxStream, held: Reassembly, size: int, now: float) -> None:
         """Bytes of a striped stream have come or were read."""
         self._credit.flow(stream, held, size, now, self.rtt_min_s, self.pings.queue_s(now, self.rtt_min_s))
         if size:
@@ -346,7 +346,9 @@ class Yamux:
         if self.pings.due(now, rtt_s):
             self._frame(PING, SYN, 0, self.pings.send(now))
 
-    def _take_placed(self, lane: Lane, header: tuple[int, int, int, int, int], at: int, events: list[Event]) -> None:
+    def _take_placed(
+        self, lane: StripedLane, header: tuple[int, int, int, int, int], at: int, events: list[Event]
+    ) -> None:
         """A frame that names its place in its stream."""
         version, _, flags, stream_id, length = header
         if version or flags & ~(FIN | RST) or (flags and length):
@@ -355,7 +357,7 @@ class Yamux:
         lane.left, lane.stream, lane.fin, lane.at = length, stream, False, at
         if stream is None:
             return
-        held = stream.held = stream.held or Held(self.silence.heard_at)
+        held = stream.held = stream.held or Reassembly(self.silence.heard_at)
         if stream.fin_received and length:
             raise ProtocolViolation(f"data after the end of stream {stream.id}")
         check_place(stream, held, at, length)
@@ -365,7 +367,7 @@ class Yamux:
             held.reset_at = at
         self._go_on(stream, held, events)
 
-    def _go_on(self, stream: YamuxStream, held: Held, events: list[Event]) -> None:
+    def _go_on(self, stream: YamuxStream, held: Reassembly, events: list[Event]) -> None:
         """Bytes or a mark of a striped stream have come: what is in order now?"""
         if held.bytes:
             before = stream.received_bytes
@@ -377,7 +379,9 @@ class Yamux:
         if 0 <= held.reset_at <= stream.received_bytes and not stream.was_reset:
             self._take_reset(stream, events)
 
-    def _take_frame(self, lane: Lane, header: tuple[int, int, int, int, int], now: float, events: list[Event]) -> None:
+    def _take_frame(
+        self, lane: StripedLane, header: tuple[int, int, int, int, int], now: float, events: list[Event]
+    ) -> None:
         version, kind, flags, stream_id, length = header
         if version or kind > GO_AWAY or not (lane.main or kind == GO_AWAY):
             raise ProtocolViolation(f"a yamux frame of version {version}, type {kind}")
@@ -428,7 +432,7 @@ class Yamux:
         events.append(Opened(stream))
         return stream
 
-    def _begin_body(self, lane: Lane, stream: YamuxStream | None, flags: int, length: int) -> None:
+    def _begin_body(self, lane: StripedLane, stream: YamuxStream | None, flags: int, length: int) -> None:
         if stream is not None:
             self.ready = True
             if stream.fin_received and length:

@@ -14,7 +14,7 @@ from typing import Final
 from peerd.core import limits
 from peerd.machine.buffers import BufferPool
 from peerd.machine.mux.pieces import MERGE_BYTES, Piece
-from peerd.machine.mux.reassembly import Held
+from peerd.machine.mux.reassembly import Reassembly
 
 INITIAL_WINDOW: Final = limits.WINDOW_BYTES_INITIAL
 
@@ -127,7 +127,7 @@ class YamuxStream:
         self.granted_at = now  # since then so much of the window has gone by:
         self.passed_bytes = 0
         self.received_bytes = 0  # in order
-        self.held: Held | None = None  # what came ahead of its turn
+        self.held: Reassembly | None = None  # what came ahead of its turn
         self.fin_received = False
         # Life.
         self.acked = inbound

@@ -20,7 +20,7 @@ from typing import Final
 
 from peerd.core.errors import ProtocolViolation
 from peerd.machine.buffers import BufferPool
-from peerd.machine.mux.reassembly import NOWHERE, Held
+from peerd.machine.mux.reassembly import NOWHERE, Reassembly
 from peerd.machine.mux.stream import YamuxStream
 
 PROTOCOL: Final = "/peerd/rail/1"  # takes a muxer's place in the hand-shake of a further connection
@@ -30,7 +30,7 @@ PLACED_HEADER: Final = struct.Struct(">BBHIIQ")
 BINDING_BYTES: Final = 32
 
 
-class Lane:
+class StripedLane:
     """One connection's incoming frames: where in a frame its bytes stand."""
 
     __slots__ = ("at", "ended", "fin", "head", "left", "main", "stream")
@@ -61,14 +61,14 @@ class Lane:
         return min(self.left, len(stream.landing))
 
 
-def check_place(stream: YamuxStream, held: Held, at: int, length: int) -> None:
+def check_place(stream: YamuxStream, held: Reassembly, at: int, length: int) -> None:
     """ProtocolViolation when bytes at `at` were there before, or lie beyond all that was ever granted."""
     behind = at < stream.received_bytes and not stream.abandoned
     if behind or at + length > stream.received_bytes + held.bytes + stream.credit:
         raise ProtocolViolation(f"stream {stream.id} sends {length} bytes at {at}, which is not in its window")
 
 
-def release(stream: YamuxStream, held: Held, pool: BufferPool) -> None:
+def release(stream: YamuxStream, held: Reassembly, pool: BufferPool) -> None:
     """Give the stream the pieces whose turn has come."""
     while (piece := held.take(stream.received_bytes)) is not None:
         stream.received_bytes += len(piece)

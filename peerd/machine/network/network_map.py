@@ -22,7 +22,7 @@ from typing import Final
 
 from peerd.core.limits import NETWORK_FIGURES, NETWORK_PEERS
 from peerd.core.messages.network import PairFigures
-from peerd.machine.network.settling import Settling
+from peerd.machine.network.settling import SettlingFigure
 
 FADE_S: Final = 1200.0  # four times what tellers let pass between two reports of one pair
 RATE_FADE_S: Final = 3600.0  # of a rate, which needs a transfer, since it was measured
@@ -48,9 +48,9 @@ class _Told:
     __slots__ = ("at", "down", "down_limited", "rate_at", "rtt", "rtt_at", "up", "up_limited")
 
     def __init__(self) -> None:
-        self.rtt: Settling | None = None
-        self.up: Settling | None = None
-        self.down: Settling | None = None
+        self.rtt: SettlingFigure | None = None
+        self.up: SettlingFigure | None = None
+        self.down: SettlingFigure | None = None
         self.at = self.rtt_at = self.rate_at = -math.inf
         self.up_limited = self.down_limited = False
 
@@ -70,9 +70,9 @@ class _Told:
         return now - self.rate_at <= RATE_FADE_S
 
 
-def _settled(known: Settling | None, now: float, value: float) -> Settling:
+def _settled(known: SettlingFigure | None, now: float, value: float) -> SettlingFigure:
     if known is None:
-        return Settling(now, value)
+        return SettlingFigure(now, value)
     known.note(now, value)
     return known
 

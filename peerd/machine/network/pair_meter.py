@@ -23,7 +23,7 @@ from typing import Final
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.limits import LINE_BYTES_PER_S, NETWORK_PEERS, NETWORK_RTT_S
 from peerd.core.messages.network import PairFigures
-from peerd.machine.rate.access_line import WINDOW_BYTES, Direction
+from peerd.machine.rate.access_line import WINDOW_BYTES, LineRate
 
 RTT_MINUTES: Final = 5  # with a sample; the least in them is the round trip of the idle path
 RATE_MINUTES: Final = 10  # with a transfer: a path that became slower is believed slower after these
@@ -58,7 +58,7 @@ class OwnLine:
 class _Way:
     """One direction of a pair."""
 
-    rate: Direction = field(default_factory=lambda: Direction(RATE_MINUTES))
+    rate: LineRate = field(default_factory=lambda: LineRate(RATE_MINUTES))
     at: float = -math.inf
     limited_at: float = -math.inf  # when the pair, and nothing here, set the rate last
 

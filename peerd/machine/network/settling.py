@@ -13,7 +13,7 @@ SETTLE_S: Final = 40.0  # after so long, 63 % of the way, by ratio
 STEP: Final = 1.2  # what is shown changes by so much or not at all
 
 
-class Settling:
+class SettlingFigure:
     """One figure of one teller. The first value counts at once."""
 
     __slots__ = ("_at", "_from", "_shown", "_to")

@@ -51,7 +51,7 @@ class RoutePolicy(Protocol):
 
 
 class InTurn:
-    """SWARM's stochastic wiring alone: each stage's peer is the next by `Wiring`, wherever it is."""
+    """SWARM's stochastic wiring alone: each stage's peer is the next by `StochasticWiring`, wherever it is."""
 
     def choose(self, now: float, options: Options, cut: Cut) -> list[str]:
         route: list[str] = []

@@ -47,7 +47,7 @@ class _Peer:
         return max(self.rests_until, self.held_until)
 
 
-class Wiring:
+class StochasticWiring:
     """Picks peers of one stage; `rng` breaks ties between equals, so that trainers don't all start alike."""
 
     def __init__(self, rng: random.Random) -> None:

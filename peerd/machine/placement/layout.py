@@ -23,7 +23,7 @@ EVENED: Final = 0.05  # weight of the mean stage's averaging: what brings one st
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
+class MoveCost:
     """What moving costs: seconds of a step for each device whose stage differs from `stage_of`; from idle too."""
 
     stage_of: tuple[int, ...]
@@ -80,7 +80,7 @@ class StageLayout:
         self,
         model: CostModel,
         members: Sequence[Members],
-        moving: Moving | None = None,
+        moving: MoveCost | None = None,
         order: list[int] | None = None,
     ) -> None:
         self.model = model

@@ -19,7 +19,7 @@ import numpy as np
 
 from peerd.machine.placement.cost import NO_LINK, CostKind, PlacementCost
 from peerd.machine.placement.exhaustive import all_placements, count_bound
-from peerd.machine.placement.layout import Moving, StageLayout
+from peerd.machine.placement.layout import MoveCost, StageLayout
 from peerd.machine.placement.model import CostModel, Members
 from peerd.machine.placement.moves import Moves
 from peerd.machine.placement.problem import IDLE, NoPlacement, PlacementProblem, StagePlacement
@@ -102,7 +102,7 @@ def plan(
     check_fits(problem)
     moving = None
     if start is not None and options.moving_s:
-        moving = Moving(start.stage_of, options.moving_s / options.horizon_steps)
+        moving = MoveCost(start.stage_of, options.moving_s / options.horizon_steps)
     model = CostModel(problem, options.kind, keep_order=moving is not None)
     progress = _Progress(options, clock, clock())
     optimal = count_bound(problem) <= min(options.enumerated, options.evaluations or options.enumerated)
@@ -118,7 +118,7 @@ def plan(
     return Plan(placed(best), best.cost, progress.evaluations, optimal, tuple(progress.trace))
 
 
-def _enumerate(model: CostModel, moving: Moving | None, progress: _Progress) -> bool:
+def _enumerate(model: CostModel, moving: MoveCost | None, progress: _Progress) -> bool:
     """Looks at every placement; False when a limit was met before the last."""
     layout: StageLayout | None = None
     classes = model.classes if moving is None else list(range(len(model.classes)))
@@ -138,7 +138,7 @@ def _enumerate(model: CostModel, moving: Moving | None, progress: _Progress) -> 
 
 
 def _search(
-    model: CostModel, moving: Moving | None, progress: _Progress, rng: Random, start: StagePlacement | None
+    model: CostModel, moving: MoveCost | None, progress: _Progress, rng: Random, start: StagePlacement | None
 ) -> None:
     problem = model.problem
     starts = _starts(problem, model, rng, start)

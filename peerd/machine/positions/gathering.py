@@ -15,7 +15,7 @@ from peerd.machine.swarm.events import ConductorConfig
 _ANEW_MOST = 8  # a liar may claim a position, and take it back
 
 
-class Gathering:
+class GatheringWait:
     """See the module's header. Times are arguments, in seconds."""
 
     def __init__(self, config: ConductorConfig, now: float) -> None:

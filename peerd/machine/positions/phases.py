@@ -6,7 +6,7 @@
     MOVING -> COMPLETE                      the last step is made
     any -> GATHERING                        nothing is certain but what members say
 
-`Course` holds the phase and the positions that belong to it, and of members only those under way. Invariant
+`RunPhase` holds the phase and the positions that belong to it, and of members only those under way. Invariant
 (`check`): a phase follows another only as in `NEXT`; CLOSING and MOVING have a target; only a move has movers.
 """
 
@@ -36,7 +36,7 @@ NEXT: Final[Mapping[Phase, frozenset[Phase]]] = {
 }
 
 
-class Course:
+class RunPhase:
     """Phase and positions of a run; see the module's header. `delayed`: the next batch is filled during a step."""
 
     def __init__(self, *, delayed: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Search for the position that a swarm goes on from: when enough members have reported, and the moves that follow.
 
-A new conductor gathers members (`Gathering`) and then takes the newest position that every stage can reach
+A new conductor gathers members (`GatheringWait`) and then takes the newest position that every stage can reach
 (`recovery`). Later the same is looked for when a stage has long lost the current state, and when members turn out to be
 further than the conductor knew. A step known by hearsay only, from a record, counts as present for a while; one that a
 reachable keeper has, for long. A state that is nowhere is forsaken in the end: then the start is a position, too; what
@@ -19,9 +19,9 @@ from typing import Final
 from peerd.core.limits import KEPT_SETS
 from peerd.core.messages.swarm import Position
 from peerd.machine.positions.failed_moves import FailedMoves
-from peerd.machine.positions.gathering import Gathering
-from peerd.machine.positions.phases import Course, Phase
-from peerd.machine.positions.proven_positions import Established, ProvenPositions
+from peerd.machine.positions.gathering import GatheringWait
+from peerd.machine.positions.phases import Phase, RunPhase
+from peerd.machine.positions.proven_positions import EstablishedMembers, ProvenPositions
 from peerd.machine.positions.recovery import (
     PositionChoice,
     RecoveryKnowledge,
@@ -53,15 +53,15 @@ class _Judged:
 class PositionSearch:
     """See the module's header. Times are arguments, in seconds."""
 
-    def __init__(self, config: ConductorConfig, origin: Origin, roster: Roster, course: Course, now: float) -> None:
+    def __init__(self, config: ConductorConfig, origin: Origin, roster: Roster, course: RunPhase, now: float) -> None:
         self._config, self._own = config, origin.own
         self._place_of = origin.place_of or str  # without it each peer is a place of its own
         self._roster, self._course = roster, course
-        self._gathering = Gathering(config, now)
+        self._gathering = GatheringWait(config, now)
         self._believes_hearsay = True
         self._kept_known = not origin.cold  # after a restart, once it was looked which keepers are within reach
         self._broken_since: float | None = None  # since then a stage has no member with the current state
-        self.established = Established(origin.own, origin.established)
+        self.established = EstablishedMembers(origin.own, origin.established)
         self.failed_moves = FailedMoves()
         self._cold = origin.cold
         self.proven = ProvenPositions(origin.own, self.established, origin.seen, origin.trusted, origin.signers)

@@ -34,7 +34,7 @@ class Backing(Enum):
     NEITHER = auto()
 
 
-class Established:
+class EstablishedMembers:
     """The members, by stage, that were part of the run before now; kept, up to a number, after they are gone."""
 
     def __init__(self, own: str, known: Mapping[str, int]) -> None:
@@ -151,7 +151,7 @@ class ProvenPositions:
     def __init__(
         self,
         own: str,
-        established: Established,
+        established: EstablishedMembers,
         seen: Iterable[Position] = (),
         trusted: Collection[str] = (),
         signers: Callable[[Position], Set[str]] | None = None,

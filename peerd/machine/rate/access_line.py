@@ -37,7 +37,7 @@ class Count:
     round_trip_s: float = 0.0  # of what was sent, as it was in the end; a mean over bytes
 
 
-class Direction:
+class LineRate:
     """The estimate of one direction. `minutes`: those with traffic that count, the newest."""
 
     def __init__(self, minutes: int = ACTIVE_MINUTES) -> None:
@@ -73,7 +73,7 @@ class AccessLine:
     """The access line: an estimate of each direction."""
 
     def __init__(self) -> None:
-        self.up, self.down = Direction(), Direction()
+        self.up, self.down = LineRate(), LineRate()
         self._looks: deque[tuple[float, Count]] = deque()  # when it began, what had passed; the last window's
         self._passed = Count(0, 0)
 

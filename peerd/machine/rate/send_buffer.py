@@ -23,7 +23,7 @@ _RESTED_S: Final = 0.002  # without a send for so long, the buffer was perhaps l
 _WEIGHT: Final = 0.5  # of a new sample; slow start doubles the rate with every round trip
 
 
-class Draught:
+class SendBufferSizer:
     """Send buffer of one connection; times in seconds on any clock that does not go back."""
 
     __slots__ = ("_begun_at", "_kept", "_rested_at", "_taken_bytes", "_was_full", "bytes_per_s", "waiting_bytes")

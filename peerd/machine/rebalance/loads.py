@@ -1,6 +1,6 @@
 """Loads of a swarm's stage peers, and what the stages can do with them.
 
-`Staffing` is a scratch copy of who serves what: rules try transfers on it. A stage passes as many microbatches as its
+`StageLoads` is a scratch copy of who serves what: rules try transfers on it. A stage passes as many microbatches as its
 peers' rates add up to, and a pipeline as many as its weakest stage. A peer that moves takes its device along: its rate
 in another stage follows from the work that a microbatch is there.
 """
@@ -35,7 +35,7 @@ class Transfer:
     target: int
 
 
-class Staffing:
+class StageLoads:
     """Who serves which stage; `work`: of a microbatch in each stage, relative to each other."""
 
     def __init__(self, loads: Iterable[PeerLoad], work: Sequence[float]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peerd.machine.rebalance.loads import PeerLoad, Staffing, Transfer
+from peerd.machine.rebalance.loads import PeerLoad, StageLoads, Transfer
 
 _LEAST_PART = 0.25  # of what the movers do: less is within what measured rates of few peers differ by
 _AT_ONCE = 64  # moves of one plan
@@ -67,11 +67,11 @@ class Rebalancer:
 
     def join(self, loads: Sequence[PeerLoad]) -> int:
         """The stage for a newcomer: the weakest."""
-        return Staffing(loads, self._config.work).weakest()
+        return StageLoads(loads, self._config.work).weakest()
 
     def _best(self, loads: Sequence[PeerLoad]) -> _Plan:
         """The moves that win most for what they cost; none where nothing is worth it."""
-        staffing, best = Staffing(loads, self._config.work), _Plan()
+        staffing, best = StageLoads(loads, self._config.work), _Plan()
         before, moves, price, brought = staffing.throughput, list[Transfer](), 0.0, 0.0
         while len(moves) < _AT_ONCE and (one := _next(staffing)) is not None:
             price += self.price_s * staffing.rate_of(one)
@@ -85,7 +85,7 @@ class Rebalancer:
         return best
 
 
-def _next(staffing: Staffing) -> Transfer | None:
+def _next(staffing: StageLoads) -> Transfer | None:
     """The move to the weakest stage after which the weaker of the two is strongest; None: none leaves it stronger.
 
     Of equal ones that from the strongest stage, which will miss it last.

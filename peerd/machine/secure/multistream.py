@@ -1,9 +1,9 @@
 """multistream-select: agreeing on what a stream speaks, one line of text each way.
 
-`Proposal` is the opener's side and optimistic: its hello may travel with the first data. `Selector` is the accepting
-side; its header goes out before anything is heard. Neither keeps application data: what follows the last line is handed
-back. Hostile input: endless lines, padding, missing newlines, proposals without end, an answer to another question.
-Source: https://github.com/multiformats/multistream-select
+`Proposal` is the opener's side and optimistic: its hello may travel with the first data. `ProtocolSelector` is the
+accepting side; its header goes out before anything is heard. Neither keeps application data: what follows the last line
+is handed back. Hostile input: endless lines, padding, missing newlines, proposals without end, an answer to another
+question. Source: https://github.com/multiformats/multistream-select
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _name(line: bytes) -> str:
         raise ProtocolViolation("a protocol name is not UTF-8") from None
 
 
-class Selector:
+class ProtocolSelector:
     """The accepting side picks the first proposal that it speaks."""
 
     __slots__ = ("_buffer", "_deaf", "_greeted", "_left", "_speaks")

@@ -1,13 +1,13 @@
 """Noise XX as libp2p speaks it: mutual authentication, session keys, early choice of the muxer; then sealed frames.
 
-`Handshake` is the three messages seen from either side; `Sealer` and `Opener` are one direction each of what follows.
-Nothing here reads or writes a socket or draws randomness: secrets are given. Input may come byte by byte.
-Two sides that both have AES in hardware seal with it instead of ChaCha20, which costs more: an agreement of
-this program's own, made where muxers are chosen, with keys of its own and Noise's REKEY.
-Invariants: a nonce is used once; no plaintext leaves before its tag is checked; the identity is proven by its signature
-over the static key before `result` is set. Hostile input: frames of any length, points of low order, signatures of
-somebody else, a payload of garbage, replayed or reordered frames: all raise ProtocolViolation.
-Sources: https://noiseprotocol.org/noise.html, libp2p specs `noise/README.md`.
+`NoiseHandshake` is the three messages seen from either side; `Sealer` and `Opener` are one direction each of what
+follows. Nothing here reads or writes a socket or draws randomness: secrets are given. Input may come byte by byte. Two
+sides that both have AES in hardware seal with it instead of ChaCha20, which costs more: an agreement of this program's
+own, made where muxers are chosen, with keys of its own and Noise's REKEY. Invariants: a nonce is used once; no
+plaintext leaves before its tag is checked; the identity is proven by its signature over the static key before `result`
+is set. Hostile input: frames of any length, points of low order, signatures of somebody else, a payload of garbage,
+replayed or reordered frames: all raise ProtocolViolation. Sources: https://noiseprotocol.org/noise.html, libp2p specs
+`noise/README.md`.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ class Secrets:
         return copy
 
 
-class Handshake:
+class NoiseHandshake:
     """One hand-shake, as initiator (which speaks first) or responder.
 
     Send what `start` and `feed` return; once `result` is set, what `feed` returned last is the last message. Raises

@@ -29,7 +29,7 @@ from peerd.core.limits import (
 from peerd.machine.rate.backoff import backoff_s
 from peerd.machine.state import download_events as dl
 from peerd.machine.state.donors import FIRST_PIECES, LEAST_PIECE_S, UNKNOWN_PIECE_S, Donor, DonorStanding, PieceInFlight
-from peerd.machine.state.quorum import VOUCHERS, Claim, Poll, camps, meeting_step
+from peerd.machine.state.quorum import VOUCHERS, Claim, StateQuorum, camps, meeting_step
 
 _MANIFEST_TIMEOUT_S = 120.0  # a donor copies and hashes its state first,
 _COPY_PIECE_S = 0.05  # each piece of it on a slow machine
@@ -63,7 +63,7 @@ class Download:
         self._rng = rng
         self._kept = kept or dl.PartialState()
         self._donors = {name: self._donor(name) for name in donors}
-        self._poll = Poll(now)
+        self._poll = StateQuorum(now)
         self._meet = 0  # the step for which donors wait before they say what they vouch for
         self.undecided = ""  # why no state is chosen yet
         self._now = now

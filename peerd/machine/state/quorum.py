@@ -67,7 +67,7 @@ def meeting_step(claims: Iterable[Claim], rounds: int) -> int:
     return median_low(claim.position.step for claim in claims) + min(2**rounds, _FURTHEST) if rounds >= 2 else 0
 
 
-class Poll:
+class StateQuorum:
     """The count of one download's claims: `decide` whenever something has changed, and at `due`."""
 
     def __init__(self, now: float) -> None:

@@ -2,8 +2,8 @@
 
 `place` deals peers that join at the same moment to the stages, in the order of their arrival, so that two do not fill
 one gap; all see the same list. A state of its own is a reason, not a command: it decides between equally needy stages,
-and comes first only where nobody else has that stage's state. `Vacancies` watches the conductor's list; of the peers of
-the best-staffed stages one at a time has its turn to move to a stage that has no peer (`Move`). Decides only: the
+and comes first only where nobody else has that stage's state. `VacancyWatch` watches the conductor's list; of the peers
+of the best-staffed stages one at a time has its turn to move to a stage that has no peer (`Move`). Decides only: the
 evidence that a stage is empty, and that ours can spare us, is the driver's to get. Hostile input: any list, any
 arrivals; what they can do is that a peer chooses another stage, and that it moves once in a while, never twice within
 MOVE_AGAIN_S, and never from a stage that the list says has no other peer.
@@ -134,7 +134,7 @@ class Move:
     ready: frozenset[str]  # those of the mates that have the current state, by the list
 
 
-class Vacancies:
+class VacancyWatch:
     """The watch of stages without peers, by the list of one conductor; see the module's header."""
 
     def __init__(self, own: str, stages: int) -> None:

@@ -8,7 +8,7 @@ never smaller than before, and greater after each such change, also for a reader
 from __future__ import annotations
 
 
-class Versions:
+class ReaderVersions:
     """`of` a reader, by name; nobody needs to be known beforehand."""
 
     def __init__(self) -> None:

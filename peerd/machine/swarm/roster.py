@@ -14,7 +14,7 @@ from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.messages.swarm import MAX_MEMBERS, LineInfo, Mb, MemberInfo, Position
-from peerd.machine.averaging.work_split import Lines
+from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.machine.swarm.events import MemberHello
 from peerd.machine.swarm.posts import peer_of
 
@@ -93,7 +93,7 @@ class Roster:
         self.stages, self._delayed = range(stages), delayed
         self.entries: dict[str, RosterEntry] = {}  # by post
         self._at: list[dict[Position, dict[str, None]]] = [{} for _ in self.stages]  # posts by stage and position
-        self.lines = Lines()
+        self.lines = WorkSplitter()
         self._rates: dict[str, float] = {}  # of posts, as the list of members has them
         self._helped = BoundedDict[str, None](MAX_MEMBERS)  # peers that helped to make a step
         self.version = 1  # of what members see

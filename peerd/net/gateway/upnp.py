@@ -43,7 +43,7 @@ class _Failing:
             raise NoMapping("no UPnP router answers" if text in ("", "Success") else f"UPnP: {text}") from error
 
 
-class Igd:
+class UpnpRouter:
     """A router that speaks UPnP."""
 
     kind: Final = "UPnP"

@@ -15,7 +15,7 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import ip_of, is_relayed, reach, with_peer
 from peerd.core.ids import PeerId
-from peerd.machine.connectivity.happy_eyeballs import IpNetwork, Surroundings
+from peerd.machine.connectivity.happy_eyeballs import IpNetwork, NetworkSurroundings
 from peerd.net.tcp.listen import open_listeners
 from peerd.net.transport import Listener, RoamingTransport, Transport, close_surely, roaming
 
@@ -24,7 +24,7 @@ CONFIGURED = "configured"  # the source of addresses that the user announces: na
 _log = logging.getLogger("peerd.net")
 
 
-class Whereabouts:
+class HostAddresses:
     """The addresses of one host, with its transports."""
 
     def __init__(self, own: PeerId, transports: Sequence[Transport], changed: Callable[[], None]) -> None:
@@ -65,12 +65,12 @@ class Whereabouts:
         """Networks that this machine is in; empty when they are not known."""
         return tuple(net for way in roaming(self._transports) for net in way.networks())
 
-    def surroundings(self) -> Surroundings:
+    def surroundings(self) -> NetworkSurroundings:
         """Network surroundings, on which the order of dials depends."""
         own = self.listen_addrs()
         seen = [addr for addr in (*own, *self._announced_all(), *self.candidates) if reach(addr) == 2]
         public = frozenset(ip for addr in seen if not is_relayed(addr) and (ip := ip_of(addr)) is not None)
-        return Surroundings(self.networks(), frozenset(own), public)
+        return NetworkSurroundings(self.networks(), frozenset(own), public)
 
     def announce(self, source: str, addrs: Sequence[Multiaddr]) -> None:
         """Further addresses of this host, such as those that relays or routers give it, instead of those that `source`

@@ -3,7 +3,7 @@
 The order and the pace of the attempts are decided in `machine/connectivity/happy_eyeballs.py`; the first authenticated
 link wins and the other attempts are dropped, except that a relayed link lets direct attempts end. Knows nothing of
 sockets: `attempt` is given. Addresses that were only heard of are dialed within the bounds of
-`machine/connectivity/hearsay.py`. Invariants: a dial lives while somebody waits for it; callers get each address's
+`machine/connectivity/dial_quota.py`. Invariants: a dial lives while somebody waits for it; callers get each address's
 reason; the book is bounded per peer and in peers.
 """
 
@@ -22,8 +22,8 @@ from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDRS_PER_PEER, PEERS_KNOWN
 from peerd.machine.budget.book import Book, User
-from peerd.machine.connectivity.happy_eyeballs import STAGGER_S, Past, Surroundings, order
-from peerd.machine.connectivity.hearsay import Restraint
+from peerd.machine.connectivity.dial_quota import DialQuota
+from peerd.machine.connectivity.happy_eyeballs import STAGGER_S, AddressHistory, NetworkSurroundings, order
 from peerd.net.faults import Faults
 from peerd.net.race import RaceRun
 
@@ -34,7 +34,7 @@ class AddressBook:
     """Addresses per peer, without their /p2p part, and how each has fared."""
 
     def __init__(self) -> None:
-        self._book = BoundedDict[PeerId, dict[Multiaddr, Past]](PEERS_KNOWN)
+        self._book = BoundedDict[PeerId, dict[Multiaddr, AddressHistory]](PEERS_KNOWN)
         self._successes = 0
 
     def learn(self, peer: PeerId, addrs: Iterable[Multiaddr], heard: User | None = None) -> None:
@@ -47,7 +47,7 @@ class AddressBook:
             bare, named = split_peer(normal(addr))
             if named not in (None, peer) or not is_dialable(bare):
                 continue
-            past = known.pop(bare, None) or Past(heard=heard)
+            past = known.pop(bare, None) or AddressHistory(heard=heard)
             past.heard = past.heard and heard
             known[bare] = past
             while len(known) > ADDRS_PER_PEER:
@@ -63,7 +63,7 @@ class AddressBook:
             self.learn(peer, [bare])
         if bare in self._book.get(peer, {}):
             self._successes += 1
-            self._book[peer][bare] = Past(self._successes, heard=self._book[peer][bare].heard)
+            self._book[peer][bare] = AddressHistory(self._successes, heard=self._book[peer][bare].heard)
 
     def failed(self, peer: PeerId, addr: Multiaddr, now: float) -> None:
         """Record that `addr` did not lead to `peer`."""
@@ -82,9 +82,9 @@ class AddressBook:
             for past in known.values():
                 past.failed_s = -math.inf
 
-    def addrs(self, peer: PeerId, around: Surroundings | None = None, now: float = math.inf) -> list[Multiaddr]:
+    def addrs(self, peer: PeerId, around: NetworkSurroundings | None = None, now: float = math.inf) -> list[Multiaddr]:
         """The most promising first."""
-        return order(self._book.get(peer, {}), around or Surroundings(), now)
+        return order(self._book.get(peer, {}), around or NetworkSurroundings(), now)
 
 
 @dataclass(eq=False)
@@ -103,13 +103,13 @@ class Dialer:
         self,
         book: AddressBook,
         attempt: Callable[[Multiaddr, PeerId], Awaitable[object]],
-        surroundings: Callable[[], Surroundings] = Surroundings,
-        restraint: Restraint | None = None,
+        surroundings: Callable[[], NetworkSurroundings] = NetworkSurroundings,
+        restraint: DialQuota | None = None,
         faults: Faults | None = None,
     ) -> None:
         """`attempt(address, peer)` returns once an authenticated link stands, or raises Unreachable."""
         self._book, self._attempt, self._surroundings = book, attempt, surroundings
-        self._restraint, self._faults = restraint or Restraint(Book()), faults or Faults()
+        self._restraint, self._faults = restraint or DialQuota(Book()), faults or Faults()
         self._flights: dict[PeerId, _Flight] = {}
 
     def learn(self, peer: PeerId, addrs: Iterable[Multiaddr], heard: User | None = None) -> None:

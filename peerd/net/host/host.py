@@ -1,8 +1,8 @@
 """Host: this peer on the network. Listens, dials, opens streams, hands incoming streams to handlers by protocol name.
 
 Composition only: transports carry bytes, `upgrade` authenticates, `Link` runs a connection, `Links` counts and tells,
-`Dialer` finds the way and `Failover` another one, `Whereabouts` knows where we are, `Reception` admits connections. A
-fault of ours costs the stream, the link or the connection that met it, not the host (see `faults`). Invariants: every
+`Dialer` finds the way and `Failover` another one, `HostAddresses` knows where we are, `InboundGate` admits connections.
+A fault of ours costs the stream, the link or the connection that met it, not the host (see `faults`). Invariants: every
 task lives in `run`'s nursery; cancelling `run` says goodbye on every link and ends in bounded time; a stranger holds
 one of a bounded number of half-open places until it has proven an identity.
 """
@@ -26,25 +26,25 @@ from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.version import VERSION
 from peerd.machine.budget.book import Book, user_at
-from peerd.machine.connectivity.hearsay import NOBODY, Restraint, blocks_of, common, rule_of
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.dial_quota import NOBODY, DialQuota, blocks_of, common, rule_of
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.mux.stream import WindowBudget
 from peerd.machine.rate.access_line import AccessLine
 from peerd.machine.secure.noise import Secrets
 from peerd.net.faults import Faults, first_of
 from peerd.net.host import identify
-from peerd.net.host.addresses import Whereabouts
+from peerd.net.host.addresses import HostAddresses
 from peerd.net.host.dialer import AddressBook, Dialer
 from peerd.net.host.failover import Failover
 from peerd.net.host.identify import PeerInfo
-from peerd.net.host.identify_service import Introductions
-from peerd.net.host.inbound import Reception
+from peerd.net.host.identify_service import IdentifyService
+from peerd.net.host.inbound import InboundGate
 from peerd.net.host.link_table import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent, PeerTold, PeerUp
 from peerd.net.link.config import LinkConfig
 from peerd.net.link.link import Buffers, Link, Stream
 from peerd.net.link.rails import OFFERS, attach_rail, is_rail, secure_rail
 from peerd.net.link.unread import Unread
-from peerd.net.link.upgrade import Secured, recognise, upgrade
+from peerd.net.link.upgrade import UpgradedLink, recognise, upgrade
 from peerd.net.transport import RawLink, Transport, close_surely
 
 __all__ = ["Host", "HostConfig", "HostTraffic", "PeerDown", "PeerInfo", "PeerTold", "PeerUp"]
@@ -91,12 +91,12 @@ class Host:
         self._secrets = Secrets(keypair, clock.secure_bytes(32))
         self._handlers: dict[str, Handler] = {}
         self._book = AddressBook()
-        self._introductions = Introductions(self)
-        self.whereabouts = Whereabouts(self.id, self._transports, self._introductions.changed)
-        restraint = Restraint(self.book)
+        self._introductions = IdentifyService(self)
+        self.whereabouts = HostAddresses(self.id, self._transports, self._introductions.changed)
+        restraint = DialQuota(self.book)
         self._dialer = Dialer(self._book, self._dial, self.whereabouts.surroundings, restraint, self.faults)
         self._failover = Failover(self.links, self._dialer)
-        self._reception = Reception(self.config.half_open, self.config.handshake_s, self._welcome, self.faults)
+        self._reception = InboundGate(self.config.half_open, self.config.handshake_s, self._welcome, self.faults)
         self.line = AccessLine()  # what passes our line; known where a LineMeter runs
         self.takes_inbound = True  # whether others can come in, be it over a relay; False: this peer only dials
         self.punching: set[PeerId] = set()  # peers that are dialing us through their routers, as we are them
@@ -244,7 +244,9 @@ class Host:
         """A raw link to whoever is at `addr`, for `join`; Unreachable says why not."""
         return await self._raw_link(addr, None)
 
-    async def join(self, raw: RawLink, way: Way, *, initiator: bool = False, expected: PeerId | None = None) -> Link:
+    async def join(
+        self, raw: RawLink, way: PathKind, *, initiator: bool = False, expected: PeerId | None = None
+    ) -> Link:
         """Authenticate a raw link that was made elsewhere and use it; Unreachable says why not, and `raw` is closed."""
         adopted = False
         try:
@@ -380,7 +382,7 @@ class Host:
             else:
                 stream.reset()
 
-    def _adopt(self, secured: Secured, way: Way) -> Link:
+    def _adopt(self, secured: UpgradedLink, way: PathKind) -> Link:
         """Put an authenticated connection to use; Unreachable says why not."""
         peer = secured.session.peer
         if peer == self.id:
@@ -394,11 +396,11 @@ class Host:
         link = Link(secured, self, self.config.link, self._buffers, budget, way)
         self.links.add(link)
         self._link_nursery.start_soon(self._run_link, link)
-        self._dialer.connected(peer, relayed=way == Way.RELAYED)
+        self._dialer.connected(peer, relayed=way == PathKind.RELAYED)
         self._nursery.start_soon(self.supervise, lambda: self._introductions.ask(link), lambda: f"identify with {peer}")
         return link
 
-    async def open_rail(self, link: Link) -> Secured:
+    async def open_rail(self, link: Link) -> UpgradedLink:
         with trio.move_on_after(self.config.dial_s):
             raw = await self._raw_link(link.remote, link.peer, fresh=True)
             return await secure_rail(raw, self._secrets.fresh(self._clock.secure_bytes(32)), link, self.links)
@@ -426,7 +428,7 @@ class Host:
             for relayed in (True, False):  # those that go over another link say it while that one stands
                 async with trio.open_nursery() as nursery:
                     for link in self.links:
-                        if (link.way == Way.RELAYED) is relayed:
+                        if (link.way == PathKind.RELAYED) is relayed:
                             nursery.start_soon(link.close, "this peer left")
 
     # --- in and out ----------------------------------------------------------------------------------------
@@ -444,8 +446,8 @@ class Host:
         if is_rail(secured):
             await attach_rail(secured, self.links)
         else:
-            punched = way == Way.DIRECT and secured.session.peer in self.punching
-            self._adopt(secured, Way.PUNCHED if punched else way)
+            punched = way == PathKind.DIRECT and secured.session.peer in self.punching
+            self._adopt(secured, PathKind.PUNCHED if punched else way)
 
     async def _dial(self, addr: Multiaddr, peer: PeerId | None) -> Link:
         """Connect and authenticate; every failure is Unreachable with its reason."""
@@ -466,8 +468,8 @@ class Host:
         return await transport.dial(addr, fresh=fresh)
 
 
-def way_to(addr: Multiaddr) -> Way:
+def way_to(addr: Multiaddr) -> PathKind:
     """The kind of way that leads to this address, or came from it."""
     if is_relayed(addr):
-        return Way.RELAYED
-    return Way.DIRECT if reach(addr) == 2 else Way.LOCAL
+        return PathKind.RELAYED
+    return PathKind.DIRECT if reach(addr) == 2 else PathKind.LOCAL

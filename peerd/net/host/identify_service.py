@@ -27,7 +27,7 @@ _log = logging.getLogger("peerd.net")
 _TOGETHER_S = 0.05  # changes of one moment travel in one push
 
 
-class Introduced(Protocol):
+class IdentifiedPeer(Protocol):
     """The host that is introduced, as far as it matters here."""
 
     id: PeerId
@@ -48,10 +48,10 @@ class Introduced(Protocol):
     async def supervise(self, work: Callable[[], Awaitable[None]], about: Callable[[], str]) -> bool: ...
 
 
-class Introductions:
+class IdentifyService:
     """Introductions of one host: its own to its peers, and theirs to it."""
 
-    def __init__(self, host: Introduced) -> None:
+    def __init__(self, host: IdentifiedPeer) -> None:
         self.infos: dict[PeerId, PeerInfo] = {}  # of connected peers
         self._host = host
         self._news = trio.Event()

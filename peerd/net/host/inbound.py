@@ -22,7 +22,7 @@ from peerd.net.transport import Listener, RawLink, close_surely
 _log = logging.getLogger("peerd.net")
 
 
-class Reception:
+class InboundGate:
     """Admission of connections to one host, for all its listeners."""
 
     def __init__(

@@ -13,7 +13,7 @@ from typing import Final
 
 import trio
 
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.rate.access_line import Count
 from peerd.net.host.host import Host
 from peerd.net.link.link import Link
@@ -25,7 +25,7 @@ PERIOD_S: Final = 0.25
 
 def over_the_line(link: Link) -> bool:
     """True when a connection leaves the machine's own networks."""
-    return link.way is not Way.LOCAL
+    return link.way is not PathKind.LOCAL
 
 
 class LineMeter:

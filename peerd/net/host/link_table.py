@@ -22,8 +22,8 @@ import trio
 from peerd.core import limits
 from peerd.core.ids import PeerId
 from peerd.machine.budget.book import EVERYBODY, REGION, Book, Means, User
-from peerd.machine.connectivity.hearsay import blocks_of
-from peerd.machine.connectivity.path_selection import Path, Way, choose
+from peerd.machine.connectivity.dial_quota import blocks_of
+from peerd.machine.connectivity.path_selection import Path, PathKind, choose
 from peerd.net.faults import Faults
 from peerd.net.link.link import Link
 from peerd.net.link.stream import StreamOwner
@@ -211,7 +211,7 @@ class Links:
     def direct(self, peer: PeerId) -> Link | None:
         """As `best`, but None when that leads over a relay, as it does only where no other link stands and is heard."""
         best = self.best(peer)
-        return None if best is None or best.way == Way.RELAYED else best
+        return None if best is None or best.way == PathKind.RELAYED else best
 
     def keep(self, peer: PeerId) -> None:
         """Never close this peer's links for being idle: once more than `let_go` was called."""

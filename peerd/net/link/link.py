@@ -20,21 +20,21 @@ from multiaddr import Multiaddr
 from peerd.core.errors import ProtocolViolation, Unreachable
 from peerd.core.ids import PeerId
 from peerd.machine.budget.book import Book, Means, user_at
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.mux.frames import GONE_NORMAL, GONE_PROTOCOL, Changed, Dead, Event, GoneAway, Opened
-from peerd.machine.mux.session import Yamux
+from peerd.machine.mux.session import YamuxSession
 from peerd.machine.mux.silence import Silence
 from peerd.machine.mux.stream import WindowBudget, YamuxStream
 from peerd.machine.mux.striping import PROTOCOL as RAIL
-from peerd.machine.mux.striping import Lane
-from peerd.machine.secure.multistream import HEADER, Proposal, Selector, hello
+from peerd.machine.mux.striping import StripedLane
+from peerd.machine.secure.multistream import HEADER, Proposal, ProtocolSelector, hello
 from peerd.net.faults import Faults
 from peerd.net.link.config import LinkConfig
 from peerd.net.link.rails import Rails
-from peerd.net.link.sealing import Buffers, Fill, Sealing
+from peerd.net.link.sealing import Buffers, Fill, FrameSealer
 from peerd.net.link.stream import Stream
 from peerd.net.link.unread import Unread
-from peerd.net.link.upgrade import Secured
+from peerd.net.link.upgrade import UpgradedLink
 from peerd.net.tcp_info import TcpInfo
 from peerd.net.timer import Timer
 from peerd.net.transport import CountedLink, LendingLink, LocatedLink, RankedLink, RawLink, counted
@@ -64,7 +64,7 @@ class LinkOwner(Protocol):
     def link_doubted(self, link: Link) -> None:
         """The peer, which has said nothing for a while, was asked on this link whether it is there."""
 
-    async def open_rail(self, link: Link) -> Secured:
+    async def open_rail(self, link: Link) -> UpgradedLink:
         """A further connection to where `link` leads, authenticated; raises RemoteError."""
         ...
 
@@ -74,12 +74,12 @@ class Link:
 
     def __init__(
         self,
-        secured: Secured,
+        secured: UpgradedLink,
         owner: LinkOwner,
         config: LinkConfig,
         buffers: Buffers,
         budget: WindowBudget,
-        way: Way = Way.DIRECT,
+        way: PathKind = PathKind.DIRECT,
     ) -> None:
         session = secured.session
         self.way = way
@@ -94,7 +94,7 @@ class Link:
         self.paced = False  # what leaves is held back on purpose
         self.superseded_at: float | None = None  # since then new streams take a better link to this peer
         self.reason: str | None = None  # why it ended, or is about to
-        self.mux = Yamux(
+        self.mux = YamuxSession(
             initiator=secured.initiator,
             now=self.opened_at,
             config=config.yamux,
@@ -104,7 +104,7 @@ class Link:
         self.mux.rtt_min_s, self.mux.ready = secured.rtt_s, RAIL in session.offers  # peerd serves streams at once
         self.streams: dict[Stream, None] = {}  # in the order of their opening
         # Rails lead where this connection does: not through routers that let in this one only, nor over third peers.
-        self._opens_rails = secured.initiator and way in (Way.LOCAL, Way.DIRECT) and RAIL in session.offers
+        self._opens_rails = secured.initiator and way in (PathKind.LOCAL, PathKind.DIRECT) and RAIL in session.offers
         self.rails = Rails(self, session.binding)
         self.mux.takes_placed = self._opens_rails or not secured.initiator
         self._raw, self._opener, self._early = secured.raw, session.opener, secured.early
@@ -116,7 +116,7 @@ class Link:
         self._work: trio.Event | None = None  # the writer waits on it
         self._quiet: trio.Event | None = None  # set when everything is handed to the raw link
         self._lending = secured.raw if isinstance(secured.raw, LendingLink) else None
-        self._sealing = Sealing(session.sealer, buffers.plain, self._lending)
+        self._sealing = FrameSealer(session.sealer, buffers.plain, self._lending)
         self.rank(secured.raw)
         self._nursery: trio.Nursery | None = None  # of its tasks, while it runs
         self._send_began: float | None = None
@@ -216,9 +216,9 @@ class Link:
         self.abort(reason)
         await self._ended.wait()
 
-    def attach(self, secured: Secured, early: list[bytes | memoryview]) -> None:
+    def attach(self, secured: UpgradedLink, early: list[bytes | memoryview]) -> None:
         """Use a further connection that the peer opened for this link; Unreachable says why not."""
-        if self._nursery is None or self.initiator or self.way not in (Way.LOCAL, Way.DIRECT):
+        if self._nursery is None or self.initiator or self.way not in (PathKind.LOCAL, PathKind.DIRECT):
             raise Unreachable("this link takes no further connections", self.peer)
         self._nursery.start_soon(self.rails.add(secured, early).run)
 
@@ -228,7 +228,7 @@ class Link:
         if self._lending is not None and not self.rails:
             self._lending.pace(bytes_per_s)
 
-    async def open_rail(self) -> Secured:
+    async def open_rail(self) -> UpgradedLink:
         """A further connection to where this one leads, authenticated; raises RemoteError."""
         return await self.owner.open_rail(self)
 
@@ -362,7 +362,7 @@ class Link:
         await trio.sleep(self._config.linger_s)
         self.abort(f"the connection broke: {error}")
 
-    def take(self, plains: Iterable[bytes | memoryview], lane: Lane | None = None) -> None:
+    def take(self, plains: Iterable[bytes | memoryview], lane: StripedLane | None = None) -> None:
         """Use what has come, on that lane of a rail or on the first connection."""
         now = trio.current_time()
         for plain in plains:
@@ -404,7 +404,7 @@ class Link:
         if mux.was_reset or self.owner.book.take(Means.STREAMS, self.user) is not None:
             self.mux.reset(mux)  # in the same breath, so that nobody will hear of it; or there is no room for it
             return
-        stream = Stream(self, mux, "", Selector(self.owner.speaks))
+        stream = Stream(self, mux, "", ProtocolSelector(self.owner.speaks))
         mux.owner = stream
         self.streams[stream] = None
         self.mux.write(mux, HEADER)
@@ -430,7 +430,7 @@ class Link:
             self.reason = self.reason or f"the connection broke: {error}"
             await self.broke(error)
 
-    async def send_batch(self, sealing: Sealing, fill: Fill, send: Callable[[memoryview], Awaitable[None]]) -> bool:
+    async def send_batch(self, sealing: FrameSealer, fill: Fill, send: Callable[[memoryview], Awaitable[None]]) -> bool:
         """One batch on the first connection, or on a rail; whether there was anything to send."""
         pool = self.buffers.batches(sealing.alone)
         buffer = pool.take()

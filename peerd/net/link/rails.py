@@ -29,13 +29,13 @@ from peerd.core.limits import RAILS, RAILS_PER_LINK
 from peerd.machine.budget.book import User, user_at
 from peerd.machine.mux.frames import GO_AWAY, HEADER
 from peerd.machine.mux.frames import PROTOCOL as YAMUX
-from peerd.machine.mux.session import Yamux
-from peerd.machine.mux.striping import BINDING_BYTES, PROTOCOL, Lane
+from peerd.machine.mux.session import YamuxSession
+from peerd.machine.mux.striping import BINDING_BYTES, PROTOCOL, StripedLane
 from peerd.machine.rate.rail_count import RailPlan
 from peerd.machine.rate.rail_pacing import RailPace
 from peerd.machine.secure.noise import Secrets
-from peerd.net.link.sealing import Buffers, Fill, Sealing
-from peerd.net.link.upgrade import Secured, upgrade
+from peerd.net.link.sealing import Buffers, Fill, FrameSealer
+from peerd.net.link.upgrade import UpgradedLink, upgrade
 from peerd.net.tcp_info import TcpInfo
 from peerd.net.transport import CountedLink, LendingLink, RawLink, counted
 
@@ -53,7 +53,7 @@ class RailOwner(Protocol):
     peer: PeerId
     remote: Multiaddr
     user: User
-    mux: Yamux
+    mux: YamuxSession
     buffers: Buffers
     bytes_in: int
     bytes_out: int
@@ -70,13 +70,15 @@ class RailOwner(Protocol):
 
     def tcp_infos(self) -> dict[CountedLink, TcpInfo]: ...
 
-    def take(self, plains: Iterable[bytes | memoryview], lane: Lane | None = None) -> None: ...
+    def take(self, plains: Iterable[bytes | memoryview], lane: StripedLane | None = None) -> None: ...
 
-    def attach(self, secured: Secured, early: list[bytes | memoryview]) -> None: ...
+    def attach(self, secured: UpgradedLink, early: list[bytes | memoryview]) -> None: ...
 
-    async def open_rail(self) -> Secured: ...
+    async def open_rail(self) -> UpgradedLink: ...
 
-    async def send_batch(self, sealing: Sealing, fill: Fill, send: Callable[[memoryview], Awaitable[None]]) -> bool: ...
+    async def send_batch(
+        self, sealing: FrameSealer, fill: Fill, send: Callable[[memoryview], Awaitable[None]]
+    ) -> bool: ...
 
     async def broke(self, error: Exception) -> None: ...
 
@@ -86,16 +88,16 @@ class RailOwner(Protocol):
 class Rail:
     """One further connection."""
 
-    def __init__(self, link: RailOwner, secured: Secured, early: list[bytes | memoryview]) -> None:
+    def __init__(self, link: RailOwner, secured: UpgradedLink, early: list[bytes | memoryview]) -> None:
         self._link, self.raw, self._opener, self._early = link, secured.raw, secured.session.opener, early
         self._lending = secured.raw if isinstance(secured.raw, LendingLink) else None
-        self._sealing = Sealing(secured.session.sealer, link.buffers.plain, self._lending)
+        self._sealing = FrameSealer(secured.session.sealer, link.buffers.plain, self._lending)
         link.rank(secured.raw)
         if self._lending is not None:
             self._lending.begin_small()
             self._lending.pace(math.inf)  # evenly, at the rate that the system finds for itself
         self._opener.pool = link.buffers.received
-        self._lane = Lane(main=False)
+        self._lane = StripedLane(main=False)
         self._work: trio.Event | None = None
         self._over = trio.Event()  # our goodbye is sent
         self.leaving = False  # sends no more data
@@ -240,7 +242,7 @@ class Rails:
         """True when the peer takes nothing on one of them."""
         return any(rail.send_began is not None and now - rail.send_began > stall_s for rail in self._all)
 
-    def add(self, secured: Secured, early: list[bytes | memoryview]) -> Rail:
+    def add(self, secured: UpgradedLink, early: list[bytes | memoryview]) -> Rail:
         """A connection that stands, to be run; Unreachable when there are enough."""
         if len(self._all) >= RAILS_PER_LINK or not self._link.usable:
             raise Unreachable("no more connections for this link", self._link.peer)
@@ -318,7 +320,7 @@ class Rails:
             secured = await link.open_rail()
             adopted = False
             try:
-                sealing = Sealing(secured.session.sealer, link.buffers.plain, None)
+                sealing = FrameSealer(secured.session.sealer, link.buffers.plain, None)
                 await secured.raw.send_all(sealing.one(self.binding))
                 nursery.start_soon(self.add(secured, secured.early).run)
                 adopted = True
@@ -342,7 +344,7 @@ def _check_room(links: Iterable[RailOwner], peer: PeerId, remote: Multiaddr) -> 
         raise Unreachable("this host has too many connections, or too many from there", peer)
 
 
-async def secure_rail(raw: RawLink, secrets: Secrets, link: RailOwner, links: Iterable[RailOwner]) -> Secured:
+async def secure_rail(raw: RawLink, secrets: Secrets, link: RailOwner, links: Iterable[RailOwner]) -> UpgradedLink:
     """Authenticate a raw link that is to be a rail of `link`; RemoteError says why not, and `raw` is closed."""
     stands = False
     try:
@@ -356,11 +358,11 @@ async def secure_rail(raw: RawLink, secrets: Secrets, link: RailOwner, links: It
                 await raw.aclose()
 
 
-def is_rail(secured: Secured) -> bool:
+def is_rail(secured: UpgradedLink) -> bool:
     return secured.session.muxer == PROTOCOL
 
 
-async def attach_rail(secured: Secured, links: Iterable[RailOwner]) -> None:
+async def attach_rail(secured: UpgradedLink, links: Iterable[RailOwner]) -> None:
     """Give a further connection that a peer opened to the link that it names; RemoteError says why not."""
     binding, early = await _receive_binding(secured)
     peer = secured.session.peer
@@ -371,7 +373,7 @@ async def attach_rail(secured: Secured, links: Iterable[RailOwner]) -> None:
     link.attach(secured, early)
 
 
-async def _receive_binding(secured: Secured) -> tuple[bytes, list[bytes | memoryview]]:
+async def _receive_binding(secured: UpgradedLink) -> tuple[bytes, list[bytes | memoryview]]:
     """The link that a rail's first frame says it belongs to; and the plaintexts behind that frame."""
     early = list(secured.early)
     try:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from peerd.machine.buffers import BufferPool
-from peerd.machine.mux.session import Yamux
+from peerd.machine.mux.session import YamuxSession
 from peerd.machine.secure.noise import PLAIN_BYTES, SEALED_BYTES, Sealer
 from peerd.net.transport import LendingLink
 
@@ -35,7 +35,7 @@ class Buffers:
         return self.received if alone else self._batches
 
 
-class Sealing:
+class FrameSealer:
     """Seals for one connection. `plain` may be shared: nothing is left in it."""
 
     __slots__ = ("_lending", "_plain", "_sealer")
@@ -48,7 +48,7 @@ class Sealing:
         """True when a batch is one frame at most, for now."""
         return self._lending is not None and self._lending.batch_bytes < 2 * PLAIN_BYTES
 
-    def batch(self, into: memoryview, fill: Fill, mux: Yamux) -> int:
+    def batch(self, into: memoryview, fill: Fill, mux: YamuxSession) -> int:
         """Seal what `fill` (of `mux`) gives, up to one batch that fits; returns the bytes written to `into`."""
         plain, sealer = self._plain, self._sealer
         at, left = 0, min(BATCH_FRAMES, len(into) // SEALED_BYTES)

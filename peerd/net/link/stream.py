@@ -16,10 +16,10 @@ from multiaddr import Multiaddr
 from peerd.core.errors import LocalError, ProtocolViolation, Refused, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.machine.budget.book import User
-from peerd.machine.connectivity.path_selection import Way
-from peerd.machine.mux.session import Yamux
+from peerd.machine.connectivity.path_selection import PathKind
+from peerd.machine.mux.session import YamuxSession
 from peerd.machine.mux.stream import YamuxStream
-from peerd.machine.secure.multistream import Proposal, Selector
+from peerd.machine.secure.multistream import Proposal, ProtocolSelector
 
 _COPY_BYTES = 64 * 1024  # about a frame: smaller sends are copied; larger ones wait until no more than this is left
 _RECEIVE_BYTES = 256 * 1024  # one receive returns no more: larger blocks make the allocator go back to the system
@@ -34,14 +34,14 @@ def _unheard(_: int) -> None:
 class StreamOwner(Protocol):
     """The link of a stream: what the stream needs of it, and what the stream's users may know."""
 
-    way: Way
+    way: PathKind
     peer: PeerId
     initiator: bool
     remote: Multiaddr
     local: Multiaddr | None
     observed: Multiaddr | None
     user: User
-    mux: Yamux
+    mux: YamuxSession
     superseded_at: float | None
 
     def flush(self) -> None: ...
@@ -78,11 +78,13 @@ class Stream:
         "protocol",
     )
 
-    def __init__(self, link: StreamOwner, mux: YamuxStream, protocol: str, negotiation: Proposal | Selector) -> None:
+    def __init__(
+        self, link: StreamOwner, mux: YamuxStream, protocol: str, negotiation: Proposal | ProtocolSelector
+    ) -> None:
         self.protocol = protocol
         self.opened_at = trio.current_time()
         self._link, self._mux = link, mux
-        self._negotiation: Proposal | Selector | None = negotiation
+        self._negotiation: Proposal | ProtocolSelector | None = negotiation
         self._ended: str | None = None  # why nothing more can be done
         self._refused = False  # that reason is the peer's refusal of the protocol
         self._readable: trio.Event | None = None
@@ -369,7 +371,7 @@ class Stream:
         if self._readable is not None:
             self._readable.set()
 
-    def _negotiate(self, negotiation: Proposal | Selector) -> None:
+    def _negotiate(self, negotiation: Proposal | ProtocolSelector) -> None:
         mux = self._mux
         data = mux.take(mux.inbox_bytes)
         if isinstance(negotiation, Proposal):
@@ -389,7 +391,7 @@ class Stream:
         if rest is not None:
             self._negotiation = None
             mux.give_back(rest)
-            if isinstance(negotiation, Selector):
+            if isinstance(negotiation, ProtocolSelector):
                 self._link.agreed(self)
         elif mux.fin_received and not mux.was_reset:
             self.end("the peer closed the stream before a protocol was agreed")

@@ -15,7 +15,7 @@ from peerd.core.errors import ProtocolViolation, Refused, Unreachable
 from peerd.core.ids import PeerId
 from peerd.machine.mux.frames import PROTOCOL as YAMUX
 from peerd.machine.secure import noise
-from peerd.machine.secure.multistream import HEADER, Proposal, Selector
+from peerd.machine.secure.multistream import HEADER, Proposal, ProtocolSelector
 from peerd.net.link.cpu import has_aes
 from peerd.net.transport import RawLink
 
@@ -23,7 +23,7 @@ _READ_BYTES = 16 * 1024  # a hand-shake's packets are below 1 KiB
 
 
 @dataclass(frozen=True, slots=True)
-class Secured:
+class UpgradedLink:
     """An authenticated, encrypted link that speaks yamux; `early` is plaintext that came along.
 
     `rtt_s` is what the hand-shake took: a round trip, half another at most, and some arithmetic. Nothing else was on
@@ -44,7 +44,7 @@ async def upgrade(
     initiator: bool,
     expected: PeerId | None = None,
     muxers: tuple[str, ...] = (YAMUX,),
-) -> Secured:
+) -> UpgradedLink:
     """Run the hand-shake on a fresh link; which side goes first is a parameter, as hole punching needs.
 
     `muxers`: what to offer; `session.muxer` says what was chosen. Without yamux among them there is no fallback.
@@ -53,7 +53,7 @@ async def upgrade(
     noise.Handshake).
     """
     try:
-        handshake = noise.Handshake(secrets, initiator=initiator, muxers=muxers, expected=expected, aes=has_aes())
+        handshake = noise.NoiseHandshake(secrets, initiator=initiator, muxers=muxers, expected=expected, aes=has_aes())
         began = trio.current_time()
         session, initiator = await _handshake(raw, handshake)
         rtt_s = trio.current_time() - began
@@ -64,7 +64,7 @@ async def upgrade(
             early = await _negotiate_muxer(raw, session, initiator, early)
     except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
         raise Unreachable(f"the connection broke during the hand-shake: {error}") from error
-    return Secured(raw, session, initiator, early, rtt_s)
+    return UpgradedLink(raw, session, initiator, early, rtt_s)
 
 
 async def recognise(raw: RawLink, secrets: noise.Secrets, expected: PeerId) -> None:
@@ -72,7 +72,7 @@ async def recognise(raw: RawLink, secrets: noise.Secrets, expected: PeerId) -> N
 
     So the other side neither learns who we are, nor ever holds a connection that is about to close.
     """
-    handshake = noise.Handshake(secrets, initiator=True, muxers=(YAMUX,), expected=expected)
+    handshake = noise.NoiseHandshake(secrets, initiator=True, muxers=(YAMUX,), expected=expected)
     try:
         handshake.feed(await _propose(raw, handshake))
         while handshake.result is None:
@@ -81,13 +81,13 @@ async def recognise(raw: RawLink, secrets: noise.Secrets, expected: PeerId) -> N
         raise Unreachable(f"the connection broke during the hand-shake: {error}") from error
 
 
-async def _handshake(raw: RawLink, handshake: noise.Handshake) -> tuple[noise.Session, bool]:
+async def _handshake(raw: RawLink, handshake: noise.NoiseHandshake) -> tuple[noise.Session, bool]:
     """The session, and whether this side is its initiator."""
     if handshake.initiator:
         rest = await _propose(raw, handshake)
     else:
         await raw.send_all(HEADER)
-        selector = Selector(noise.PROTOCOL.__eq__)
+        selector = ProtocolSelector(noise.PROTOCOL.__eq__)
         chosen = None
         while chosen is None:
             answer, chosen, rest = selector.feed(await _receive(raw))
@@ -103,7 +103,7 @@ async def _handshake(raw: RawLink, handshake: noise.Handshake) -> tuple[noise.Se
         data = await _receive(raw)
 
 
-async def _propose(raw: RawLink, handshake: noise.Handshake) -> bytes:
+async def _propose(raw: RawLink, handshake: noise.NoiseHandshake) -> bytes:
     """The initiator's first message, and what follows the other side's agreement to /noise.
 
     Unreachable where something else than a peer answers, such as a web server: of a peer nobody would blame this.
@@ -141,7 +141,7 @@ async def _negotiate_muxer(
             rest = proposal.feed(await receive())
     else:
         await send(HEADER)
-        selector = Selector(YAMUX.__eq__)
+        selector = ProtocolSelector(YAMUX.__eq__)
         chosen, rest = None, b""
         while chosen is None:
             answer, chosen, rest = selector.feed(await receive())

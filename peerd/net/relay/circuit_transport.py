@@ -53,7 +53,7 @@ from peerd.core.protobuf.circuit import (
     status_words,
 )
 from peerd.core.protobuf.voucher import Voucher
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.net.host.host import Host
 from peerd.net.host.link_table import PeerDown
 from peerd.net.link.delimited import receive_message, send_message
@@ -193,9 +193,9 @@ class Circuits:
     async def _renew(self, peer: PeerId, old: CircuitLink) -> None:
         """Another circuit to `peer` the same way, if this peer still needs one."""
         best = self._host.links.best(peer)
-        if best is not None and best.way == Way.RELAYED and best.initiator:
+        if best is not None and best.way == PathKind.RELAYED and best.initiator:
             raw = await self.dial(with_peer(old.remote, peer))
-            await self._host.join(raw, Way.RELAYED, initiator=True, expected=peer)
+            await self._host.join(raw, PathKind.RELAYED, initiator=True, expected=peer)
 
     async def listen(self, addr: Multiaddr) -> Listener:
         raise ConfigError(f"cannot listen on {addr}: a relay is asked for a reservation instead")
@@ -267,7 +267,7 @@ class Circuits:
     async def welcome(self, raw: RawLink, peer: PeerId) -> None:
         """Make a link of a circuit that `peer` is said to have opened."""
         try:
-            await self._host.join(raw, Way.RELAYED, initiator=False, expected=peer)
+            await self._host.join(raw, PathKind.RELAYED, initiator=False, expected=peer)
         except Unreachable as error:
             _log.info("a circuit from %s over %s came to nothing: %s", peer, raw.remote, error.args[0])
 
@@ -276,7 +276,7 @@ class Circuits:
             return Status.UNEXPECTED_MESSAGE
         if message.peer is None:
             return Status.MALFORMED_MESSAGE
-        if stream.peer not in self.reservations or stream.link.way == Way.RELAYED or message.peer == self._host.id:
+        if stream.peer not in self.reservations or stream.link.way == PathKind.RELAYED or message.peer == self._host.id:
             return Status.PERMISSION_DENIED
         most = limits.CIRCUITS_HALF_OPEN
         if self._half_open[stream.peer] * 2 >= most or self._half_open.total() >= most:

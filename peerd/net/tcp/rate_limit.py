@@ -49,7 +49,7 @@ class LimitedLine:
         up, down = self._up, self._down
         if up is None and down is None:
             return TcpTransport()
-        return TcpTransport(lambda sock, remote, lent: PacedLink(sock, remote, lent, up, down))
+        return TcpTransport(lambda sock, remote, lent: RateLimitedLink(sock, remote, lent, up, down))
 
     def reads(self) -> ReadInTurn:
         """For other threads, which read connections that are not ours, such as those of a library; called in the loop.
@@ -193,7 +193,7 @@ class LinePace:
                 heir.event.set()  # finds nothing granted, and keeps the time
 
 
-class PacedLink(TcpLink):
+class RateLimitedLink(TcpLink):
     """A TcpLink within limits; `up` and `down` may be None: unlimited."""
 
     __slots__ = ("_down", "_down_turn", "_info", "_settled_at", "_up", "_up_turn", "_window_bytes")

@@ -14,7 +14,7 @@ from multiaddr import Multiaddr
 
 from peerd.core.addr import TcpPlace, tcp_addr
 from peerd.core.errors import Unreachable
-from peerd.machine.connectivity.happy_eyeballs import Past, Surroundings, order
+from peerd.machine.connectivity.happy_eyeballs import AddressHistory, NetworkSurroundings, order
 from peerd.net.race import RaceRun
 from peerd.net.transport import RawLink, close_surely
 
@@ -32,11 +32,11 @@ class _Lookup:
 
     def __init__(self, place: TcpPlace, connect: Callable[[Multiaddr], Awaitable[RawLink]]) -> None:
         self._place, self._connect = place, connect
-        self._found: dict[Multiaddr, Past] = {}
+        self._found: dict[Multiaddr, AddressHistory] = {}
         self._answered = {family: trio.Event() for family in _FAMILIES[place.family]}
         self._lookups = len(self._answered)  # that are not over
         self._failures: list[str] = []
-        self._race = RaceRun(lambda: order(self._found, Surroundings(), trio.current_time()), self._try)
+        self._race = RaceRun(lambda: order(self._found, NetworkSurroundings(), trio.current_time()), self._try)
         self._race.awaits_more = True
         self._link: RawLink | None = None
 
@@ -78,7 +78,7 @@ class _Lookup:
         if family == socket.AF_INET and socket.AF_INET6 in self._answered:
             with trio.move_on_after(RESOLUTION_DELAY_S):
                 await self._answered[socket.AF_INET6].wait()
-        self._found.update((tcp_addr(host, self._place.port), Past()) for host in found)
+        self._found.update((tcp_addr(host, self._place.port), AddressHistory()) for host in found)
         self._lookups -= 1
         self._race.awaits_more = self._lookups > 0
         self._race.learned()

@@ -22,7 +22,7 @@ from multiaddr import Multiaddr
 from peerd.core.addr import tcp_addr, tcp_place
 from peerd.core.errors import ConfigError, Unreachable
 from peerd.machine.connectivity.happy_eyeballs import IpNetwork
-from peerd.machine.rate.send_buffer import Draught
+from peerd.machine.rate.send_buffer import SendBufferSizer
 from peerd.net.tcp.interfaces import NetworkPlace, here
 from peerd.net.tcp.resolve import connect_by_name
 from peerd.net.tcp_info import TcpInfo, tcp_info
@@ -81,7 +81,7 @@ class TcpLink:
         host, port = self._socket.getsockname()[:2]
         self.local = tcp_addr(host, port)
         self._lent = lent
-        self._draught = Draught()
+        self._draught = SendBufferSizer()
         self._limit_unsent()
         self._awaited_bytes = 1  # the system says nothing of fewer
         self._awaited_bytes_max = 0  # 0: not known yet

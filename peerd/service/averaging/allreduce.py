@@ -30,8 +30,8 @@ from peerd.core.limits import FRAME_ELEMENTS, RPC_ROUND_DEADLINE_S
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import AverageAlive, AverageKey
 from peerd.core.work import Worker
-from peerd.machine.averaging.allreduce import AveragingPlan, Part, PartPace, Round, RoundFailed
-from peerd.machine.averaging.stats import Outcomes
+from peerd.machine.averaging.allreduce import AllReduceRound, AveragingPlan, Part, PartPace, RoundFailed
+from peerd.machine.averaging.stats import RoundStats
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.service.averaging.open_round import (
     OpenRound,
@@ -42,7 +42,7 @@ from peerd.service.averaging.open_round import (
     encoded,
     version_of,
 )
-from peerd.service.averaging.pacing import Evenly, Pacer
+from peerd.service.averaging.pacing import Pacer, RoundPacing
 from peerd.service.averaging.reduce import (
     PartCoder,
     PlainParts,
@@ -56,7 +56,7 @@ from peerd.service.averaging.reduce import (
 from peerd.service.rpc.rpc import Answer, CallStream, Encoded, Incoming, Rpc
 from peerd.signals import Signal
 
-__all__ = ["METHOD", "Averaging", "PartCoder", "PlainParts", "Vector"]
+__all__ = ["METHOD", "AllReduceService", "PartCoder", "PlainParts", "Vector"]
 
 METHOD = "average/2/parts"
 _ALIVE = "average/2/alive"
@@ -85,7 +85,7 @@ _DOUBT_S = 0.8  # for the conductor, or the loss of a link, to say why a member 
 _Way = tuple[list[Part], PartGate, CallStream]  # one owner's share, when its parts may leave, and the call they take
 
 
-class Averaging:
+class AllReduceService:
     """Serves the parts of rounds that this peer takes part in."""
 
     def __init__(self, rpc: Rpc, own: PeerId, pacer: Pacer | None = None) -> None:
@@ -93,7 +93,7 @@ class Averaging:
         self._own = own.text
         self.aggregated_bytes = 0  # of others' vectors, summed here so far
         self._reported_bytes = 0
-        self.outcomes = Outcomes()
+        self.outcomes = RoundStats()
         self._rounds: dict[bytes, OpenRound] = {}
         self._memory, self._parts_memory = VectorMemory(), VectorMemory(_PARTS_KEPT)
         self._expected: dict[bytes, bool] = {}  # rounds of our attempts, and which have begun
@@ -147,7 +147,7 @@ class Averaging:
             raise LocalError("the plan of this round gives us another part in it")
         if len(plan.group) == 1 and vector is not None:
             return vector
-        evenly = Evenly(self._pacer, plan, self._own)
+        evenly = RoundPacing(self._pacer, plan, self._own)
         state = OpenRound(plan, *self._laid_out(plan, vector), worker, coder or PlainParts(), evenly)
         began = trio.current_time()
         for memory in (self._memory, self._parts_memory):
@@ -166,7 +166,7 @@ class Averaging:
             memory.round_took(trio.current_time() - began)
         return state.result
 
-    def _laid_out(self, plan: AveragingPlan, vector: Vector | None) -> tuple[Round, Vector | None, Vector]:
+    def _laid_out(self, plan: AveragingPlan, vector: Vector | None) -> tuple[AllReduceRound, Vector | None, Vector]:
         """The round's books, what we bring, and where its sum goes."""
         if vector is None:
             if plan.dtype not in _DTYPES or not 0 <= plan.length <= FRAME_ELEMENTS:
@@ -180,7 +180,7 @@ class Averaging:
             parts = plan.parts(length, result.itemsize)
         except ValueError as error:
             raise RoundFailed(str(error), ()) from None
-        round_ = Round(self._own, plan.senders, parts, plan.patience_s, plan.listeners)
+        round_ = AllReduceRound(self._own, plan.senders, parts, plan.patience_s, plan.listeners)
         return round_, vector if self._own in plan.senders else None, result
 
     def _start_sending(self, nursery: trio.Nursery, plan: AveragingPlan, state: OpenRound) -> None:

@@ -18,8 +18,8 @@ import trio
 
 from peerd.core.frame import FrameHeader, TensorFrame
 from peerd.core.work import Worker
-from peerd.machine.averaging.allreduce import AveragingPlan, Part, PartPace, Round, RoundFailed
-from peerd.service.averaging.pacing import Evenly
+from peerd.machine.averaging.allreduce import AllReduceRound, AveragingPlan, Part, PartPace, RoundFailed
+from peerd.service.averaging.pacing import RoundPacing
 from peerd.service.averaging.reduce import PartCoder, PlainParts, Vector, VectorMemory, Version, check_form, is_plain
 from peerd.service.rpc.rpc import CallStream, Encoded
 from peerd.signals import Signal
@@ -34,12 +34,12 @@ class OpenRound:
     """A round that is under way here. `scope` ends its tasks; `failure` says why, when it was not success."""
 
     plan: AveragingPlan
-    round: Round
+    round: AllReduceRound
     source: Vector | None  # None: a helper, or a listener
     result: Vector  # empty for a helper
     worker: Worker
     coder: PartCoder
-    evenly: Evenly
+    evenly: RoundPacing
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     failure: RoundFailed | None = None
     versions: dict[int, dict[str, Version]] = field(default_factory=dict)

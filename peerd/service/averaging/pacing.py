@@ -22,7 +22,7 @@ Pacer = Callable[[PeerId, float], None]  # bytes/s to a peer; inf: as fast as th
 _LEAST_BYTES_PER_S: Final = 20e3  # calls share the connection
 
 
-class Evenly:
+class RoundPacing:
     """The connections of one round."""
 
     def __init__(self, pacer: Pacer | None, plan: AveragingPlan, own: str) -> None:

@@ -14,7 +14,7 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.machine.averaging.topology import foretold_mates
-from peerd.machine.connectivity.preconnect import Assembly
+from peerd.machine.connectivity.preconnect import PreconnectPlan
 from peerd.net.host.host import Host
 from peerd.service.conductor.conductor_client import ConductorClient
 
@@ -23,12 +23,12 @@ log = logging.getLogger("peerd.service.averaging.preconnect")
 _LOOK_S = 2.0  # links may break, and forecasts change
 
 
-class Assembling:
+class Preconnector:
     """Links of one peer. `group_size`: the run's."""
 
     def __init__(self, host: Host, following: ConductorClient, group_size: int = 0) -> None:
         self._host, self._following, self._group_size = host, following, group_size
-        self._assembly = Assembly(host.id.text)
+        self._assembly = PreconnectPlan(host.id.text)
 
     async def run(self, stage: int) -> None:
         """Keep links to the peers of `stage` that we meet, helpers too, when its round begins; until cancelled."""

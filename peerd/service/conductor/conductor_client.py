@@ -33,7 +33,7 @@ from peerd.signals import Signal
 A = TypeVar("A", bound=msgspec.Struct)
 
 
-class ConductorWays(Protocol):
+class ConductorLinks(Protocol):
     """The links to those that conduct, as their callers see them."""
 
     def doubt(self, peer: PeerId) -> float:
@@ -64,7 +64,7 @@ _ASKED = 4  # peers of stage 0 that are asked for it: the first that can be reac
 
 
 @dataclass(frozen=True, slots=True)
-class MembersListing:
+class ListedMembers:
     """The conductor's list of members. `held`: the stages of which a member has a state beyond the start; `capacity`:
     microbatches a second that each stage can do, empty where nobody knows.
     """
@@ -82,7 +82,7 @@ class ConductorClient:
     own: PeerId
     directory: Directory
     joined_since: float | None = None
-    ways: ConductorWays | None = None
+    ways: ConductorLinks | None = None
     conductor: PeerId | None = None
     accepted_by: PeerId | None = None  # the peer that took our last report, or got the duty from us
     # Other peers that took our reports as conductors, the latest last.
@@ -338,7 +338,7 @@ class ConductorClient:
             raise failure
         return answer
 
-    async def _doubt(self, ways: ConductorWays, peer: PeerId, overdue_s: float) -> None:
+    async def _doubt(self, ways: ConductorLinks, peer: PeerId, overdue_s: float) -> None:
         await trio.sleep(overdue_s)
         while True:
             ways.doubt(peer)
@@ -379,7 +379,7 @@ class ConductorClient:
         with trio.move_on_after(_GOODBYE_S), suppress(RemoteError):  # it will notice when the connection closes
             await self.rpc.call(self.conductor, "swarm/6/leave", Leave(run, stage), Empty, timeout_s=_GOODBYE_S)
 
-    async def list_members(self, run: bytes) -> MembersListing | None:
+    async def list_members(self, run: bytes) -> ListedMembers | None:
         """The conductor's list, for a peer that serves nothing yet; None: nobody that can be reached conducts."""
         await self.refresh()
         for peer in [one for one in self.order() if not self.suspected(one)][:_ASKED]:
@@ -392,14 +392,14 @@ class ConductorClient:
                 self.suspect(peer)
         return None
 
-    async def _list_of(self, peer: PeerId, run: bytes) -> MembersListing | None:
+    async def _list_of(self, peer: PeerId, run: bytes) -> ListedMembers | None:
         """The list of a peer that conducts; None: it has no end."""
         known = KnownMembers()
         for _ in range(_PARTS):
             body = ListMembers(run, known.version)
             told = (await self.rpc.call(peer, "swarm/6/members", body, MembersListed, timeout_s=_LIST_S)).body
             if (members := known.take(told.members)) is not None:
-                return MembersListing(self.note_members(members), frozenset(told.held), tuple(told.capacity))
+                return ListedMembers(self.note_members(members), frozenset(told.held), tuple(told.capacity))
         return None
 
     async def _choose(self) -> PeerId:

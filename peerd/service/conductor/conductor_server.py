@@ -31,14 +31,14 @@ from peerd.service.swarm.counted_record import CountedRecord
 
 if TYPE_CHECKING:
     from peerd.machine.placement.problem import StageWork
-    from peerd.service.conductor.replanning import Replanning
+    from peerd.service.conductor.replanning import Replanner
 
 log = logging.getLogger("peerd.service.conductor.conductor_server")
 
 _SENDING_S = 4.0  # since its last bytes; an idle link has a ping now and then
 
 
-class Conducting:
+class ConductorServer:
     """Serves `swarm/6/...` and `network/1/...`; `run` carries the duty."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Conducting:
         self._duty = Duty(config, host, clock, rivals, self._driver, proofs)
         self._reports = Reports(config.fingerprint, rpc, following, self._duty, self._driver)
         self._clock, self._microbatches = clock, config.conductor.microbatches
-        self._replanning: Replanning | None = None
+        self._replanning: Replanner | None = None
         self._network = NetworkDesk(config.fingerprint, rpc, self._driver)
 
     def _sends(self, peer: str) -> bool:
@@ -100,9 +100,9 @@ class Conducting:
         self._duty.work = tuple(stage.flops for stage in stages)
         self._replanning = None
         if planner is not None:
-            from peerd.service.conductor.replanning import Replanning  # brings numpy, which a backbone does not need
+            from peerd.service.conductor.replanning import Replanner  # brings numpy, which a backbone does not need
 
-            self._replanning = Replanning(self._driver, self._clock, stages, self._microbatches, planner)
+            self._replanning = Replanner(self._driver, self._clock, stages, self._microbatches, planner)
 
     @property
     def term(self) -> int:

@@ -30,10 +30,10 @@ from peerd.machine.swarm.events import Origin
 from peerd.machine.swarm.posts import peer_of, post_name
 from peerd.net.host.host import Host
 from peerd.service.conductor.commit_proofs import CommitProofs
-from peerd.service.conductor.grants import Granting
+from peerd.service.conductor.grants import GrantSigner
 from peerd.service.conductor.machine_driver import MachineDriver
 from peerd.service.conductor.orders import ConductingConfig
-from peerd.service.conductor.rivals import Reigning, Rivals, believed, next_term
+from peerd.service.conductor.rivals import ConductorClaim, Rivals, believed, next_term
 from peerd.service.conductor.tenure import Tenure
 from peerd.service.swarm.counted_record import CountedRecord
 
@@ -142,7 +142,7 @@ class Duty:
             signers=evidence.signers,
         )
         machine = Conductor(sizes, self._clock.rng(f"conductor {own} {self.term} {now}"), now, origin)
-        granting = Granting(self._config.fingerprint, self._host.sign)
+        granting = GrantSigner(self._config.fingerprint, self._host.sign)
         return Tenure(self.term, machine, granting, self._clock.rng(f"member list {own} {self.term} {now}"))
 
     def _place(self, name: str) -> str:
@@ -286,10 +286,10 @@ class Duty:
         """True until the machine has made its first decision; also while there is no machine."""
         return self._driver.machine is None or self._driver.machine.phase is Phase.GATHERING
 
-    def _reigning(self, machine: Conductor) -> Reigning:
+    def _reigning(self, machine: Conductor) -> ConductorClaim:
         reporting = self._driver.heard
         followers = {peer_of(post.peer) for post in machine.members() if post.since and post.peer in reporting}
-        return Reigning(
+        return ConductorClaim(
             self.term,
             followers,
             machine.course.has_stepped,

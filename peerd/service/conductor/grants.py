@@ -23,7 +23,7 @@ class _Granted(NamedTuple):
     grant: Grant
 
 
-class Granting:
+class GrantSigner:
     """The grants of one reign, by trainer; `sign` with the identity that conducts."""
 
     def __init__(self, run: bytes, sign: Sign) -> None:

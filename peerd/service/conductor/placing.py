@@ -22,7 +22,7 @@ from peerd.core.errors import OTHER_RUN_FILE, Refused, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.swarm import MemberInfo, PostsHeld, WhichPosts
 from peerd.machine.rpc.declaration import Declaration, Shows
-from peerd.machine.swarm.placement import Arrival, Move, Need, Seat, Vacancies, place
+from peerd.machine.swarm.placement import Arrival, Move, Need, Seat, VacancyWatch, place
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.rivals import POSTS, Rivals
 from peerd.service.rpc.types import Answer, Incoming
@@ -34,13 +34,13 @@ _DOUBT_S: Final = 60.0  # a stage that only the list calls empty, or that others
 _DIRECTORY_S: Final = 10.0  # for the directory, which asks many
 
 
-class Placing:
+class StageFinder:
     """See the module's header. `run`: the run's fingerprint."""
 
     def __init__(self, run: bytes, following: ConductorClient, rivals: Rivals, clock: Clock) -> None:
         self._run, self._following, self._rivals, self._clock = run, following, rivals, clock
         self._directory, self._own = following.directory, following.own
-        self._vacancies = Vacancies(self._own.text, self._directory.stages)
+        self._vacancies = VacancyWatch(self._own.text, self._directory.stages)
         self._leaving: int | None = None  # the stage that this peer is about to leave: a mate must not rely on it
 
     async def answer(self, posts: Callable[[], list[int]]) -> None:

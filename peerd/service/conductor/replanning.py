@@ -38,7 +38,7 @@ Views = dict[tuple[str, str], PairView]
 Lines = dict[str, tuple[float, float]]  # bytes/s of each peer's line, up and down
 
 
-class Replanning:
+class Replanner:
     """See the module's header. `stages`: what each asks for; `microbatches`: of a step; `worker`: for the search."""
 
     def __init__(

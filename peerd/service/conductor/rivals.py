@@ -48,7 +48,7 @@ def next_term(own: int, heard: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Reigning:
+class ConductorClaim:
     """Our own claim as a conductor. `followers`: the members that report to us; `established`: peers that are known as
     members of the run; `has_stepped`: they made a step with us, and stand at `current`.
     """
@@ -133,7 +133,7 @@ class Rivals:
                 pass
         return True
 
-    def better(self, ours: Reigning, peer: PeerId, told: Conducts, backing: Backing) -> bool:
+    def better(self, ours: ConductorClaim, peer: PeerId, told: Conducts, backing: Backing) -> bool:
         """True when `peer`, which answers that it conducts, has the better claim to the duty that is ours.
 
         `backing`: which of the two parts enough known members stand behind.
@@ -141,7 +141,7 @@ class Rivals:
         by_work = self._more_work(ours, peer, told, backing)
         return by_work if by_work is not None else self._better_followed(ours, peer, told.term)
 
-    def _more_work(self, ours: Reigning, peer: PeerId, told: Conducts, backing: Backing) -> bool | None:
+    def _more_work(self, ours: ConductorClaim, peer: PeerId, told: Conducts, backing: Backing) -> bool | None:
         """True if the other part of the run has more proven work, False if ours has; None if work does not decide.
 
         A part counts with the members that are known to be in it: a peer that trains by itself for long yields.
@@ -162,7 +162,7 @@ class Rivals:
             )  # fmt: skip
         return False
 
-    def _better_followed(self, ours: Reigning, peer: PeerId, claimed: int) -> bool:
+    def _better_followed(self, ours: ConductorClaim, peer: PeerId, claimed: int) -> bool:
         term = ours.term
         if believed(term, claimed) != max(term, claimed):
             if peer not in self._named:

@@ -18,21 +18,21 @@ from peerd.core.messages.swarm import Forecast, Grant, MemberInfo, MemberNews
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.conductor.member_list import MemberList
 from peerd.machine.conductor.standstill import Standstill
-from peerd.machine.conductor.step_eta import Outlook
+from peerd.machine.conductor.step_eta import StepEta
 from peerd.machine.network.landmarks import FilledNetwork, filled
 from peerd.machine.network.network_map import NetworkMap
 from peerd.machine.swarm.posts import peer_of, post_name, stage_of
-from peerd.service.conductor.grants import Granting
+from peerd.service.conductor.grants import GrantSigner
 
 
 class Tenure:
     """See the module's header. `rng` draws the list's first version number."""
 
-    def __init__(self, term: int, machine: Conductor, granting: Granting, rng: random.Random) -> None:
+    def __init__(self, term: int, machine: Conductor, granting: GrantSigner, rng: random.Random) -> None:
         self.term, self.machine = term, machine
         self._granting = granting
         self._listed = MemberList(rng)
-        self._outlook, self._standstill = Outlook(), Standstill()
+        self._outlook, self._standstill = StepEta(), Standstill()
         self.network = NetworkMap()
         self._limits: dict[tuple[str, str], float] = {}  # of pairs of peers, (from, to): bytes/s
 

@@ -25,8 +25,15 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import AUTONAT_BYTES
 from peerd.core.protobuf.autonat import AUTONAT, Dialed, DialMe, DialStatus
 from peerd.machine.connectivity.dial_back import Asker, DialBackRefusal, DialBacks
-from peerd.machine.connectivity.path_selection import Way
-from peerd.machine.connectivity.reachability import AskDialBack, Finding, Kind, Reachability, ReachabilityConfig, Sight
+from peerd.machine.connectivity.path_selection import PathKind
+from peerd.machine.connectivity.reachability import (
+    AskDialBack,
+    Kind,
+    ObservedAddr,
+    Reachability,
+    ReachabilityConfig,
+    ReachabilityVerdict,
+)
 from peerd.net.host.addresses import CONFIGURED
 from peerd.net.host.host import Host, PeerDown, PeerTold
 from peerd.net.host.link_table import PeerEvent
@@ -40,7 +47,7 @@ MAPPED = "mapped"  # under this name others announce addresses that a router pro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReachConfig:
+class AutoNatConfig:
     """Times in seconds."""
 
     verdict: ReachabilityConfig = field(default_factory=ReachabilityConfig)
@@ -50,18 +57,18 @@ class ReachConfig:
     shut_s: float = 10.0  # how long nobody can come in before this peer counts as one that only dials
 
 
-class Reach:
+class AutoNat:
     """Reachability of this host by others. Nothing moves until `run`."""
 
-    def __init__(self, host: Host, clock: Clock, config: ReachConfig | None = None) -> None:
+    def __init__(self, host: Host, clock: Clock, config: AutoNatConfig | None = None) -> None:
         self._host, self._clock = host, clock
-        self._config = config or ReachConfig()
+        self._config = config or AutoNatConfig()
         self._machine = Reachability(clock.rng("reach"), self._config.verdict)
         self._dial_backs = DialBacks()
         self._dialed_back = {"through": 0, "in_vain": 0, "refused": 0}
         self._nursery: trio.Nursery | None = None
         self._timer = Timer(self._wake_at, self.look)
-        self._heard: list[Callable[[Finding], None]] = []
+        self._heard: list[Callable[[ReachabilityVerdict], None]] = []
         self._relays: Callable[[], int] = lambda: 0
         self._shut_at = math.inf
         self.since = self._began = clock.now()  # since when the verdict is what it is
@@ -69,7 +76,7 @@ class Reach:
         self._told_of: tuple[Kind, tuple[Multiaddr, ...]] | None = None  # the verdict that the log told last
 
     @property
-    def finding(self) -> Finding:
+    def finding(self) -> ReachabilityVerdict:
         """The verdict as it stands."""
         return self._machine.finding
 
@@ -77,7 +84,7 @@ class Reach:
         """`count`: how many relays take circuits for us; `look` when that changes."""
         self._relays = count
 
-    def on_change(self, hear: Callable[[Finding], None]) -> None:
+    def on_change(self, hear: Callable[[ReachabilityVerdict], None]) -> None:
         """Have `hear` called with each new finding; it must not block."""
         self._heard.append(hear)
 
@@ -148,10 +155,10 @@ class Reach:
     def _told(self, link: StreamOwner | None) -> None:
         """A peer has introduced itself over `link`."""
         info = self._host.info(link.peer) if link is not None else None
-        if link is None or info is None or link.way == Way.RELAYED:
+        if link is None or info is None or link.way == PathKind.RELAYED:
             return
-        direct = link.way in (Way.LOCAL, Way.DIRECT)
-        sight = Sight(
+        direct = link.way in (PathKind.LOCAL, PathKind.DIRECT)
+        sight = ObservedAddr(
             peer=link.peer,
             at=link.remote,
             seen=split_peer(link.observed)[0] if link.observed is not None else None,
@@ -169,7 +176,7 @@ class Reach:
             for addr in self._host.listen_addrs()
         )
 
-    def _apply(self, before: Finding) -> None:
+    def _apply(self, before: ReachabilityVerdict) -> None:
         finding = self._machine.finding
         if (finding.kind, finding.proven) != (before.kind, before.proven):
             self.since = self._clock.now()
@@ -188,7 +195,7 @@ class Reach:
         for hear in self._heard:
             hear(finding)
 
-    def _tell(self, finding: Finding) -> None:
+    def _tell(self, finding: ReachabilityVerdict) -> None:
         """A line of the log. That nobody is left who knows, or but one witness, is no news to people, nor is the same
         verdict after that.
         """

@@ -29,7 +29,7 @@ from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.protobuf.holepunch import DCUTR, HolePunch, PunchKind
 from peerd.machine.connectivity import hole_punch
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.net.host.host import Host
 from peerd.net.host.identify import PeerInfo
 from peerd.net.link.delimited import next_message, send_message
@@ -44,7 +44,7 @@ _HANDSHAKE_S = 3.0  # a connection that both sides wait on, or that leads to som
 _LOOK_S = 10.0  # between two looks whether addresses have changed
 
 
-class Punching:
+class HolePuncher:
     """Serves and proposes hole punching for one host."""
 
     def __init__(self, host: Host, clock: Clock) -> None:
@@ -88,7 +88,7 @@ class Punching:
     def _to_upgrade(self, peer: PeerId) -> Link | None:
         """The relayed link that it is ours to upgrade."""
         link = self._host.links.best(peer)
-        return link if link is not None and link.way == Way.RELAYED and not link.initiator else None
+        return link if link is not None and link.way == PathKind.RELAYED and not link.initiator else None
 
     async def _see_to(self, peer: PeerId) -> None:
         """Upgrade one peer's link: try, and try again after ever longer pauses, until a better link stands or the
@@ -192,7 +192,7 @@ class Punching:
 
     async def _serve(self, stream: Stream) -> None:
         peer = stream.peer
-        if stream.link.way != Way.RELAYED:
+        if stream.link.way != PathKind.RELAYED:
             raise ProtocolViolation("a proposal to meet without a relay", peer)
         if peer in self._served:
             self._served.pop(peer).cancel()  # js opens another stream for each attempt
@@ -287,7 +287,7 @@ class Punching:
                 except Unreachable:
                     refused += 1
             if raw is not None:
-                way = Way.PUNCHED if reach(addr) == 2 else Way.LOCAL
+                way = PathKind.PUNCHED if reach(addr) == 2 else PathKind.LOCAL
                 try:
                     with trio.move_on_after(_HANDSHAKE_S):
                         await self._host.join(raw, way, initiator=first, expected=peer)

@@ -21,7 +21,7 @@ from peerd.core.clock import Clock
 from peerd.machine.rate.backoff import backoff_s
 from peerd.net.gateway.natpmp import NatPmp
 from peerd.net.gateway.router import NoMapping, Router
-from peerd.net.gateway.upnp import Igd, available
+from peerd.net.gateway.upnp import UpnpRouter, available
 from peerd.net.host.host import Host
 from peerd.net.tcp.interfaces import gateway
 
@@ -153,7 +153,7 @@ def own_routers(clock: Clock) -> list[Router]:
     """The routers that this machine may have, the quickest to ask first; none without the extra `peerd[portmap]`."""
     if not available():
         return []
-    return [NatPmp(gateway), Igd(clock.rng("portmap"))]
+    return [NatPmp(gateway), UpnpRouter(clock.rng("portmap"))]
 
 
 async def tried(routers: Sequence[Router], port: int) -> list[str]:

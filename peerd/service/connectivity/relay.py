@@ -41,8 +41,8 @@ from peerd.core.protobuf.circuit import (
     status_words,
 )
 from peerd.core.protobuf.voucher import Voucher
-from peerd.machine.connectivity.path_selection import Way
-from peerd.machine.connectivity.relay import Refusal, RelayConfig, Switchboard, overfull
+from peerd.machine.connectivity.path_selection import PathKind
+from peerd.machine.connectivity.relay import Refusal, RelayConfig, RelayServer, overfull
 from peerd.machine.rate.fair_queue import FairQueue, FlowPace
 from peerd.net.host.host import Host
 from peerd.net.host.link_table import PeerDown
@@ -90,7 +90,7 @@ class Relay:
     def __init__(self, host: Host, clock: Clock, keypair: Keypair, config: RelayConfig | None = None) -> None:
         self.config = config or RelayConfig()
         self._host, self._clock, self._keypair = host, clock, keypair
-        self._board = Switchboard(self.config)
+        self._board = RelayServer(self.config)
         self._shares = FairQueue(self.config.bytes_per_s)
         # With a rate of ours, what comes faster would wait here, or fill the line on its way: a crowded line's round
         # trip grows, and windows that follow it would crowd it further.
@@ -172,7 +172,7 @@ class Relay:
         peer = stream.peer
         decision = (
             Refusal(Status.PERMISSION_DENIED, "it came over another relay")
-            if stream.link.way == Way.RELAYED
+            if stream.link.way == PathKind.RELAYED
             else self._board.reserve(self._clock.now(), peer, ip_of(stream.link.remote), spare=self._is_dialable(peer))
         )
         if isinstance(decision, Refusal):
@@ -215,7 +215,7 @@ class Relay:
         source = stream.peer
         decision = (
             Refusal(Status.PERMISSION_DENIED, "it came over another relay")
-            if stream.link.way == Way.RELAYED
+            if stream.link.way == PathKind.RELAYED
             else self._board.connect(self._clock.now(), source, ip_of(stream.link.remote), destination)
         )
         if isinstance(decision, Refusal):

@@ -22,7 +22,7 @@ from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.limits import RESERVATION_ADDRS
 from peerd.core.protobuf.circuit import HOP
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.connectivity.relay_reservations import (
     Candidate,
     FindRelays,
@@ -42,7 +42,7 @@ _CONNECT_S = 15.0
 _LOST_KEPT = 8  # relays that we held a place at, to be tried again
 
 
-class Guide(Protocol):
+class PeerSource(Protocol):
     """A source of further peers: the DHT."""
 
     def entry_peers(self) -> Collection[PeerId]:
@@ -57,7 +57,7 @@ class Guide(Protocol):
         """Learn of more."""
 
 
-class Reserving:
+class RelayReservations:
     """Our places at relays. Nothing moves until `run`, and nothing is asked until `want`."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Reserving:
         host: Host,
         circuits: Circuits,
         clock: Clock,
-        guide: Guide | None = None,
+        guide: PeerSource | None = None,
         config: ReservationsConfig | None = None,
     ) -> None:
         self._host, self._circuits, self._clock, self._guide = host, circuits, clock, guide
@@ -133,7 +133,7 @@ class Reserving:
         if link is None or info is None:
             return
         named = any(reach(addr) == 2 and not is_relayed(addr) for addr in info.addrs)
-        if HOP in info.protocols and (link.way == Way.DIRECT or (link.way == Way.LOCAL and named)):
+        if HOP in info.protocols and (link.way == PathKind.DIRECT or (link.way == PathKind.LOCAL and named)):
             preferred = self._guide is not None and peer in self._guide.entry_peers()
             self._machine.offers(Candidate(peer, link.remote, link.rtt_s, preferred))
         elif peer not in self._circuits.reservations:

@@ -41,7 +41,7 @@ class _Entry:
     gone: trio.Event = field(default_factory=trio.Event)  # the connection to `peer` has closed
 
 
-class EntryPoints:
+class BootstrapPeers:
     """Tries and keeps bootstrap addresses; calls `met(peer, addr)` at each new connection."""
 
     def __init__(

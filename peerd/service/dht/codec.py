@@ -1,4 +1,4 @@
-"""The DHT's messages on the wire, and their translation to the values that `machine/dht/node` works with.
+"""The DHT's messages on the wire, and their translation to the values that `machine/dht/kademlia` works with.
 
 Bodies of the calls dht/4/ping, dht/4/find, dht/4/get and dht/4/store. Lengths are bounded by the types, so that
 decoding refuses what is too long; the translation refuses the rest (records that are none, ids of other key types,

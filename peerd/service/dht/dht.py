@@ -1,4 +1,4 @@
-"""The DHT of a running peer: drives `machine/dht/node` over calls, and offers get, put and withdraw.
+"""The DHT of a running peer: drives `machine/dht/kademlia` over calls, and offers get, put and withdraw.
 
 Decides nothing about the DHT itself: it carries out each Ask as one call, answers what others ask, tells the machine
 when connections close and time has passed, and waits for operations on behalf of callers. It also finds the way in
@@ -28,9 +28,9 @@ from peerd.core.ids import Key, PeerId
 from peerd.core.keys import Keypair, verify
 from peerd.core.limits import DHT_STORE_BYTES
 from peerd.core.record import LATEST_S, Record, Verifier
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.dht import messages as q
-from peerd.machine.dht.node import Kademlia
+from peerd.machine.dht.kademlia import Kademlia
 from peerd.machine.dht.node_state import KademliaConfig
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict
@@ -38,8 +38,8 @@ from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.net.host.host import Host, PeerDown, PeerUp
 from peerd.net.timer import Timer
 from peerd.service.dht import codec as wire
-from peerd.service.dht.bootstrap import EntryPoints
-from peerd.service.dht.requests import DhtCalls, PeerClock
+from peerd.service.dht.bootstrap import BootstrapPeers
+from peerd.service.dht.requests import DhtRequests, PeerClock
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.rpc.types import Answer, Incoming
 
@@ -101,9 +101,9 @@ class Dht:
         verifier = Verifier(verify)
         self._kad = Kademlia(keypair, verifier, clock.rng("dht"), self._config.node, host.book)
         self._peer_clock = PeerClock(clock, self._may_vote)
-        self._calls = DhtCalls(host, rpc, self._peer_clock, verifier, self._config.calls)
+        self._calls = DhtRequests(host, rpc, self._peer_clock, verifier, self._config.calls)
         rng = clock.rng("bootstrap")
-        self.entries = EntryPoints(host, self._met, self._config.retry_s, self._config.longest_retry_s, rng)
+        self.entries = BootstrapPeers(host, self._met, self._config.retry_s, self._config.longest_retry_s, rng)
         self._nursery: trio.Nursery | None = None
         self._timer = Timer(lambda: self._kad.wake_at(clock.now()), self._wake)
         self._numbers = itertools.count(1)
@@ -457,6 +457,6 @@ class Dht:
         while these are few, so that the loss of one costs nothing.
         """
         link = self._host.links.best(peer)
-        if link is None or link.way == Way.LOCAL or (link.way == Way.DIRECT and link.initiator):
+        if link is None or link.way == PathKind.LOCAL or (link.way == PathKind.DIRECT and link.initiator):
             return True
         return any(reach(addr) == 2 and not is_relayed(addr) for addr in wire.addrs_from_wire(hello.addrs))

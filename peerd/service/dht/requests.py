@@ -22,7 +22,7 @@ from peerd.core.limits import ADDRS_PER_PEER
 from peerd.core.messages.token import age
 from peerd.core.record import Record, Verifier
 from peerd.machine.clock_skew import ClockSkew
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.routing_table import Contact
 from peerd.net.host.host import Host
@@ -97,11 +97,11 @@ def _dialed(link: StreamOwner) -> bytes | None:
     """The address at which we dialed the peer without a relay; None if the link was made otherwise, or leads to this
     machine itself, which others cannot dial.
     """
-    direct = link.initiator and link.way in (Way.LOCAL, Way.DIRECT)
+    direct = link.initiator and link.way in (PathKind.LOCAL, PathKind.DIRECT)
     return link.remote.to_bytes() if direct and reach(link.remote) > 0 else None
 
 
-class DhtCalls:
+class DhtRequests:
     """Asks peers over `rpc`, at most `at_once` at a time."""
 
     def __init__(self, host: Host, rpc: Rpc, clock: PeerClock, verifier: Verifier, at_once: int) -> None:

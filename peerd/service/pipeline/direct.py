@@ -38,12 +38,12 @@ from peerd.machine.pipeline.routes import PlannedRoutes, Route
 from peerd.machine.pipeline.second_opinion import SecondOpinion
 from peerd.machine.pipeline.wiring import BACKWARD_COST
 from peerd.machine.rate.backoff import backoff_s
-from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, fault_of_hops
 from peerd.service.pipeline.not_finite import NotFiniteJudge
-from peerd.service.pipeline.relaying import Relaying
-from peerd.service.pipeline.stage_client import StageClient, TrainerPapers
-from peerd.service.pipeline.stage_peers import StagePeers, Ways
+from peerd.service.pipeline.relaying import TrainerRelay
+from peerd.service.pipeline.stage_client import StageClient, TrainerCredentials
+from peerd.service.pipeline.stage_peers import StageLinks, StagePeers
 from peerd.service.rpc.rpc import Answer, Rpc
 
 log = logging.getLogger("peerd.service.pipeline.direct")
@@ -106,15 +106,16 @@ class _Options(NamedTuple):
 
 
 class DirectPipeline:
-    """A run's stages in their order, for one trainer; the same calls as `Pipeline`. Relays while `serving`."""
+    """A run's stages in their order, for one trainer; the same calls as `MicrobatchSchedule`. Relays while
+    `serving`."""
 
     def __init__(
         self,
         run: RunFile,
         rpc: Rpc,
         clock: Clock,
-        ways: Ways,
-        papers: TrainerPapers,
+        ways: StageLinks,
+        papers: TrainerCredentials,
         route: Route | None = None,
         policy: RoutePolicy | None = None,
     ) -> None:
@@ -130,19 +131,19 @@ class DirectPipeline:
         self._judge = NotFiniteJudge(run, self._peers)
         self._cuts = BoundedDict[tuple[str, str], float](_CUTS)  # (peer, peer of the next stage) -> until when
         self._serving: set[tuple[str, int]] = set()  # peers, and their stages
-        self.relaying = Relaying(rpc, self._serving, MicrobatchShapes(run))
+        self.relaying = TrainerRelay(rpc, self._serving, MicrobatchShapes(run))
         self._retries = 0
         self._sent_bytes = 0
 
     # --- microbatches -----------------------------------------------------------------------------------------
 
-    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
+    async def train(self, step: int, seq: int, load: Microbatch) -> list[Holding]:
         """Have a microbatch done in all stages; returns the holder of its gradient in each."""
         load.forget()
         await self._go(step, seq, load, 0, self._last)
         return [load.holdings[stage] for stage in range(self._last + 1)]
 
-    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
+    async def repeat(self, step: int, seq: int, stage: int, load: Microbatch) -> Holding:
         """Have one stage done again, and those beside it that are lost as well; returns its holder now."""
         load.lost.add(stage)
         async with load.lock:
@@ -155,7 +156,7 @@ class DirectPipeline:
                 await self._go(step, seq, load, low, high)
             return load.holdings[stage]
 
-    async def _go(self, step: int, seq: int, load: Load, low: int, high: int) -> None:
+    async def _go(self, step: int, seq: int, load: Microbatch, low: int, high: int) -> None:
         """Have stages `low` to `high` done, more of them where those beside them cannot give what they keep."""
         search, way = _Search(low, high), None
         while True:
@@ -250,7 +251,7 @@ class DirectPipeline:
                 search.avoid[at].add(peer)
 
     async def _ask_or_hedge(
-        self, way: _Way, step: int, seq: int, load: Load, avoid: Set[str]
+        self, way: _Way, step: int, seq: int, load: Microbatch, avoid: Set[str]
     ) -> tuple[_Way, Answer[Passed]]:
         """Send an attempt on its way, and where its first peer is late another one by another peer."""
         name = way.route[0]
@@ -265,7 +266,7 @@ class DirectPipeline:
         by, answer = await self._peers.first_answer(way.first, name, self._cost, ask, avoid, alone=alone)
         return way.by(by), answer
 
-    async def _ask(self, way: _Way, step: int, seq: int, load: Load) -> Answer[Passed]:
+    async def _ask(self, way: _Way, step: int, seq: int, load: Microbatch) -> Answer[Passed]:
         """Send an attempt on its way; returns the answer of its first peer, once that is checked."""
         bare = Ticket(step, seq, load.attempt, way.low, way.high, way.first, list(way.route))
         load.attempt += 1
@@ -301,7 +302,7 @@ class DirectPipeline:
         if fault := fault_of_hops(self._mark, self._papers.own, ticket, way.low, passed.hops):
             raise ProtocolViolation(fault, peer)
 
-    def _done(self, way: _Way, load: Load, passed: Passed, started: float, sent: Sent) -> None:
+    def _done(self, way: _Way, load: Microbatch, passed: Passed, started: float, sent: Sent) -> None:
         now = trio.current_time()
         for stage, hop in enumerate(passed.hops, way.low):
             load.holdings[stage] = Holding(hop.peer, hop.receipt)
@@ -316,7 +317,7 @@ class DirectPipeline:
 
     # --- the choice of a way ----------------------------------------------------------------------------------
 
-    async def _choose(self, load: Load, search: _Search, before: _Way | None) -> _Way:
+    async def _choose(self, load: Microbatch, search: _Search, before: _Way | None) -> _Way:
         """A peer for each stage: those of the attempt before where they are not to be avoided, and of those that only
         give what they keep, the holders; all others are the policy's choice.
         """

@@ -35,7 +35,7 @@ from peerd.core.messages.proof import has_received
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import RunFile
 from peerd.machine.pipeline.wiring import BACKWARD_COST
-from peerd.service.pipeline.stage_peers import StagePeers, Ways
+from peerd.service.pipeline.stage_peers import StageLinks, StagePeers
 from peerd.service.rpc.rpc import Answer, Rpc
 
 log = logging.getLogger("peerd.service.pipeline.next_stage")
@@ -67,7 +67,7 @@ class NextStage:
     """The stage after `stage`, as one of its peers calls it. `way_of`: the kind of the link to a peer."""
 
     def __init__(
-        self, run: RunFile, stage: int, rpc: Rpc, clock: Clock, ways: Ways, way_of: Callable[[PeerId], Way]
+        self, run: RunFile, stage: int, rpc: Rpc, clock: Clock, ways: StageLinks, way_of: Callable[[PeerId], Way]
     ) -> None:
         self.stage = stage + 1
         self.peers = StagePeers(run.pipeline.stages, clock, ways)

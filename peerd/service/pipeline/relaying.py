@@ -37,7 +37,7 @@ DECLARED: Final = {
 }
 
 
-class Relaying:
+class TrainerRelay:
     """The relay of one trainer. `serves`: peers, and the stages that they serve; `shapes`: of the run."""
 
     def __init__(self, rpc: Rpc, serves: Set[tuple[str, int]], shapes: MicrobatchShapes) -> None:

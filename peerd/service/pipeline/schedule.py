@@ -15,23 +15,29 @@ from peerd.core.messages.swarm import MemberInfo, StageAnswer
 from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.routes import Route
-from peerd.service.pipeline.load import Load
-from peerd.service.pipeline.stage_client import StageClient, TrainerPapers
-from peerd.service.pipeline.stage_peers import StagePeers, Ways
+from peerd.service.pipeline.microbatch import Microbatch
+from peerd.service.pipeline.stage_client import StageClient, TrainerCredentials
+from peerd.service.pipeline.stage_peers import StageLinks, StagePeers
 from peerd.service.rpc.rpc import Answer, Rpc
 
 
-class Pipeline:
+class MicrobatchSchedule:
     """A run's stages in their order, for one trainer; `route`: held to it, else to whichever peers serve."""
 
     def __init__(
-        self, run: RunFile, rpc: Rpc, clock: Clock, ways: Ways, papers: TrainerPapers, route: Route | None = None
+        self,
+        run: RunFile,
+        rpc: Rpc,
+        clock: Clock,
+        ways: StageLinks,
+        papers: TrainerCredentials,
+        route: Route | None = None,
     ) -> None:
         self._peers = StagePeers(run.pipeline.stages, clock, ways, route)
         self._stages = StageClient(run, rpc, self._peers, papers)
         self._last = run.pipeline.stages - 1
 
-    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
+    async def train(self, step: int, seq: int, load: Microbatch) -> list[Holding]:
         """Send a microbatch through all stages and back; returns the holder of its gradient in each stage."""
         load.forget()
         load.inputs[0] = load.tokens
@@ -47,7 +53,7 @@ class Pipeline:
                 load.gradients[stage - 1] = answer.frames[0]
         return holdings
 
-    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
+    async def repeat(self, step: int, seq: int, stage: int, load: Microbatch) -> Holding:
         """Do one stage's backward again, from the kept input and gradient; returns its holder now."""
         holding, _ = await self._backward(step, seq, stage, load)
         return holding
@@ -59,7 +65,7 @@ class Pipeline:
             x = await self._stages.forward(stage, None, 0, x)
         return await self._stages.loss(self._last, x, targets)
 
-    async def _backward(self, step: int, seq: int, stage: int, load: Load) -> tuple[Holding, Answer[StageAnswer]]:
+    async def _backward(self, step: int, seq: int, stage: int, load: Microbatch) -> tuple[Holding, Answer[StageAnswer]]:
         return await self._stages.backward(stage, step, seq, load.inputs[stage], load.gradients[stage])
 
     # --- the stages' peers ------------------------------------------------------------------------------------

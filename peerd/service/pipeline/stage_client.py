@@ -38,7 +38,7 @@ _SOON_S, _NOT_SO_SOON_S = 0.05, 5.0  # before a peer is asked again that says it
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerPapers:
+class TrainerCredentials:
     """The trainer's peer id (`own`), its newest grants, for each of its microbatches and to evaluate; its signature."""
 
     own: str
@@ -80,7 +80,7 @@ class _Call:
 class StageClient:
     """Calls to the stages of one run, each to one of `peers`."""
 
-    def __init__(self, run: RunFile, rpc: Rpc, peers: StagePeers, papers: TrainerPapers) -> None:
+    def __init__(self, run: RunFile, rpc: Rpc, peers: StagePeers, papers: TrainerCredentials) -> None:
         self._rpc, self._peers, self._papers = rpc, peers, papers
         self._fingerprint = fingerprint(run)
         self._dtype, self._width = run.model.dtype, run.model.d_model

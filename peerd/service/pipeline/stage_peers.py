@@ -27,7 +27,7 @@ from peerd.machine.pipeline.call_times import LATE, CallTimes
 from peerd.machine.pipeline.cut_off import CutOff
 from peerd.machine.pipeline.priors import usual_s
 from peerd.machine.pipeline.routes import Route
-from peerd.machine.pipeline.wiring import Wiring
+from peerd.machine.pipeline.wiring import StochasticWiring
 from peerd.service.pipeline.hedging import Hedged
 from peerd.signals import Signal
 
@@ -48,7 +48,7 @@ _PROBLEM_CHARS = 120  # of a failure, in what status says
 _AWAY_S = 0.5  # between looks for a connection from one of the peers that can only dial
 
 
-class Ways(Protocol):
+class StageLinks(Protocol):
     """The links to stage peers, as their callers see them."""
 
     def linked(self, peer: PeerId) -> bool:
@@ -79,11 +79,13 @@ class _Call:
 class StagePeers:
     """See the module's header. `route`: held to its peers, else to whichever serve."""
 
-    def __init__(self, stages: int, clock: Clock, ways: Ways, route: Route | None = None, late: float = LATE) -> None:
+    def __init__(
+        self, stages: int, clock: Clock, ways: StageLinks, route: Route | None = None, late: float = LATE
+    ) -> None:
         """`late`: times as long as the longest call before, and a call is late."""
         self._ways, self._route = ways, route
         self._clients: set[str] = set()  # stage peers that only dial: called while they are connected
-        self._wirings = [Wiring(clock.rng(f"wiring {stage}")) for stage in range(stages)]
+        self._wirings = [StochasticWiring(clock.rng(f"wiring {stage}")) for stage in range(stages)]
         self._times = [CallTimes(late) for _ in range(stages)]
         self._calls: dict[str, dict[trio.CancelScope, _Call]] = {}  # by peer
         self._uplinks: list[dict[str, float]] = [{} for _ in range(stages)]  # peer -> bytes/s that it says arrive there
@@ -97,7 +99,7 @@ class StagePeers:
         """Stage peers that may be called."""
         return sum(len(wiring) for wiring in self._wirings)
 
-    def wiring(self, stage: int) -> Wiring:
+    def wiring(self, stage: int) -> StochasticWiring:
         """The choice among the peers of one stage."""
         return self._wirings[stage]
 

@@ -18,9 +18,9 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_BUDGET_WAIT_S, RPC_PARTS_AHEAD
 from peerd.core.messages.encoding import decode, encode
-from peerd.machine.rpc.codec import END, PART, RpcMessage, encode_message
+from peerd.machine.rpc.message_codec import END, PART, RpcMessage, encode_message
 from peerd.service.rpc.inbound import Inbound, Place
-from peerd.service.rpc.outbox import Growing, Outbox, Outgoing, outgoing
+from peerd.service.rpc.outbox import GrowingPayload, Outbox, Outgoing, outgoing
 from peerd.service.rpc.room import Share
 from peerd.service.rpc.types import Answer
 
@@ -35,7 +35,7 @@ class Encoded:
     def __init__(self, body: msgspec.Struct, frames: Sequence[TensorFrame] = ()) -> None:
         self.body, self.count = encode(body), len(frames)
         self.headers, self.payloads = outgoing(frames) if frames else (b"", [])
-        if any(isinstance(payload, Growing) for payload in self.payloads):
+        if any(isinstance(payload, GrowingPayload) for payload in self.payloads):
             raise LocalError("a part for many calls that is not whole yet")
 
 

@@ -22,9 +22,9 @@ from peerd.core.errors import Overloaded, ProtocolViolation, RemoteError, TooSlo
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.machine.rate.arrival_rate import LineRates
-from peerd.machine.rpc import codec as wire
-from peerd.machine.rpc.accounting import PendingCalls
-from peerd.machine.rpc.codec import RpcMessage, decode_failure, encode_call, encode_message
+from peerd.machine.rpc import message_codec as wire
+from peerd.machine.rpc.message_codec import RpcMessage, decode_failure, encode_call, encode_message
+from peerd.machine.rpc.method_load import PendingCalls
 from peerd.service.rpc.inbound import Inbound, Slot, renewed
 from peerd.service.rpc.outbox import Outbox, Outgoing, outgoing
 from peerd.service.rpc.room import Room, Share, asked, user_of

@@ -24,7 +24,7 @@ from peerd.core.limits import (
     RPC_STEP_BYTES,
 )
 from peerd.machine.rate.arrival_rate import LineRates
-from peerd.machine.rpc.codec import MessageParser, RpcMessage
+from peerd.machine.rpc.message_codec import MessageParser, RpcMessage
 from peerd.service.rpc.room import Share
 from peerd.service.rpc.types import RpcStream
 

@@ -18,7 +18,7 @@ _WINDOW_BYTES = 256 << 10
 _OFFER_BYTES = 16 << 10
 
 
-class LocalStream:
+class LoopbackStream:
     """One end of a pair made by `local_pair`."""
 
     superseded = False  # there is no better way to oneself
@@ -27,7 +27,7 @@ class LocalStream:
     def __init__(self, peer: PeerId, protocol: str) -> None:
         self.peer = peer
         self.protocol = protocol
-        self._other: LocalStream = self
+        self._other: LoopbackStream = self
         self._chunks: deque[bytes] = deque()  # arrived, not yet received
         self._bytes = 0
         self._finished = False  # we send no more
@@ -136,8 +136,8 @@ class LocalStream:
         await self.close_write()
 
 
-def local_pair(opener: PeerId, acceptor: PeerId, protocol: str) -> tuple[LocalStream, LocalStream]:
+def local_pair(opener: PeerId, acceptor: PeerId, protocol: str) -> tuple[LoopbackStream, LoopbackStream]:
     """The opener's end and the acceptor's end of a new stream."""
-    ours, theirs = LocalStream(acceptor, protocol), LocalStream(opener, protocol)
+    ours, theirs = LoopbackStream(acceptor, protocol), LoopbackStream(opener, protocol)
     ours._other, theirs._other = theirs, ours
     return ours, theirs

@@ -1,7 +1,7 @@
 """Writing the messages of one stream: whole, in order, and payloads while they are still being made.
 
-`Outbox` has one writer per stream, so that no cancelled task leaves half a message behind, and messages queued
-together leave together. A `Growing` payload is sent as far as it is final; the task that put it feeds it, so that an
+`Outbox` has one writer per stream, so that no cancelled task leaves half a message behind, and messages queued together
+leave together. A `GrowingPayload` payload is sent as far as it is final; the task that put it feeds it, so that an
 error of its maker reaches that task, and the messages behind it wait. What was begun cannot be taken back: when the
 rest of a payload never comes, the stream is reset.
 """
@@ -17,7 +17,7 @@ from peerd.core.errors import LocalError, PeerdError, RemoteError
 from peerd.core.frame import ReadyBytes, TensorFrame
 from peerd.core.limits import RPC_FREE_STREAM_BYTES, RPC_OUTBOX_BYTES
 from peerd.machine.budget.tab import Tab
-from peerd.machine.rpc.codec import Buffer, encode_frames
+from peerd.machine.rpc.message_codec import Buffer, encode_frames
 from peerd.service.rpc.types import RpcStream
 
 _JOIN_BYTES = 8 << 10  # a message up to this size is copied together, payloads and all
@@ -26,7 +26,7 @@ _BATCH_BYTES = 32 << 10  # buffers below this are joined before they are sent; l
 _PIECE_BYTES = 1 << 20  # of a growing payload, handed to the stream at once
 
 
-class Growing:
+class GrowingPayload:
     """A payload of which so many bytes are final, and so many sent."""
 
     __slots__ = ("_final", "_ready", "_sent", "_view")
@@ -63,7 +63,7 @@ class Growing:
         return self._view[begin : self._sent]
 
 
-Outgoing = Buffer | Growing
+Outgoing = Buffer | GrowingPayload
 
 
 def _own_bytes(buffers: Iterable[Outgoing]) -> int:
@@ -77,7 +77,7 @@ def outgoing(frames: Sequence[TensorFrame]) -> tuple[bytes, list[Outgoing]]:
     payloads: list[Outgoing] = []
     for frame, view in zip(frames, views, strict=True):
         ready = frame.ready
-        payloads.append(view if ready is None or ready.ready_bytes >= len(view) else Growing(view, ready))
+        payloads.append(view if ready is None or ready.ready_bytes >= len(view) else GrowingPayload(view, ready))
     return headers, payloads
 
 
@@ -116,7 +116,7 @@ class Outbox:
             return None
         most_bytes = _JOIN_BYTES if self._writer is None else _AT_ONCE_BYTES
         if len(buffers) > 1 and sum(map(len, buffers)) <= most_bytes:
-            final = [buffer for buffer in buffers if not isinstance(buffer, Growing)]
+            final = [buffer for buffer in buffers if not isinstance(buffer, GrowingPayload)]
             buffers = (b"".join(final),) if len(final) == len(buffers) else buffers
         if len(buffers) == 1 and self._writer is not None and self._send_now(buffers[0]):
             return None
@@ -135,7 +135,7 @@ class Outbox:
         Returns at once after `close`. When the rest never comes, by an error or because the caller is cancelled, the
         stream is reset.
         """
-        growing = [buffer for buffer in buffers if isinstance(buffer, Growing)]
+        growing = [buffer for buffer in buffers if isinstance(buffer, GrowingPayload)]
         if not growing or self.closed:
             return
         whole = False
@@ -274,7 +274,7 @@ class Outbox:
         if not self._queue:
             return b""
         first = self._queue[0]
-        if isinstance(first, Growing):
+        if isinstance(first, GrowingPayload):
             piece = first.take()
             if first.sent:
                 self._queue.popleft()
@@ -285,7 +285,7 @@ class Outbox:
         batch, size = [first], len(first)
         while self._queue and size + len(self._queue[0]) <= _BATCH_BYTES:
             following = self._queue[0]
-            if isinstance(following, Growing):
+            if isinstance(following, GrowingPayload):
                 break
             size += len(following)
             batch.append(following)

@@ -28,18 +28,18 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_IDLE_S, RPC_MESSAGE_FRAME_BYTES
 from peerd.core.messages.encoding import Empty, decode, encode
 from peerd.machine.rate.arrival_rate import LineRates
-from peerd.machine.rpc.accounting import Counters, MethodLoad, MethodName, method_name
 from peerd.machine.rpc.declaration import CHECKED_BEFORE_FRAMES, Declaration
+from peerd.machine.rpc.method_load import Counters, MethodLoad, MethodName, method_name
 from peerd.service.rpc.call_stream import CallStream, Encoded
 from peerd.service.rpc.channel import Channel, Reply, Request
 from peerd.service.rpc.loopback import local_pair
-from peerd.service.rpc.pool import Lanes
 from peerd.service.rpc.room import Room
 from peerd.service.rpc.served_call import FramesObjection, Method
 from peerd.service.rpc.server import Server
 from peerd.service.rpc.stream_channel import StreamLane
+from peerd.service.rpc.stream_pool import StreamPool
 from peerd.service.rpc.task_pool import Crew, Tasks
-from peerd.service.rpc.types import Answer, Gate, Incoming, RpcHost, RpcStream
+from peerd.service.rpc.types import AccessGuard, Answer, Incoming, RpcHost, RpcStream
 
 __all__ = ["Answer", "CallStream", "Encoded", "Incoming", "Rpc"]
 
@@ -56,7 +56,10 @@ class Rpc:
         self._names: dict[str, MethodName] = {}
         self._channels: dict[tuple[PeerId, str], Channel] = {}  # shared by small calls
         self._retired: list[Channel] = []  # superseded ones on which calls are still under way
-        self._lanes, self._stream_lanes = Lanes[Channel](), Lanes[StreamLane]()  # for large calls, for streaming ones
+        self._lanes, self._stream_lanes = (
+            StreamPool[Channel](),
+            StreamPool[StreamLane](),
+        )  # for large calls, for streaming ones
         self._counters: dict[str, Counters] = {}  # of calls made, by service
         self._calls_alone = 0
         self._room = Room(host.book)  # requests, until their handlers are done, and replies, while they arrive
@@ -79,11 +82,11 @@ class Rpc:
                 self._crew.close()
 
     @property
-    def gate(self) -> Gate | None:
+    def gate(self) -> AccessGuard | None:
         """The guard of this peer's calls, both ways; None: there is none."""
         return self._server.gate
 
-    def guard(self, gate: Gate) -> None:
+    def guard(self, gate: AccessGuard) -> None:
         """Make and take calls from now on as `gate` allows; before the first call."""
         self._server.gate = gate
 

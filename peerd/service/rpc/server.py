@@ -42,17 +42,17 @@ from peerd.machine.budget.book import EVERYBODY, Means
 from peerd.machine.budget.tab import Tab
 from peerd.machine.budget.unproven import UnprovenCalls
 from peerd.machine.rate.arrival_rate import LineRates
-from peerd.machine.rpc import codec as wire
-from peerd.machine.rpc.accounting import Crowd
-from peerd.machine.rpc.codec import RpcMessage, encode_failure
+from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.declaration import Shows
+from peerd.machine.rpc.message_codec import RpcMessage, encode_failure
+from peerd.machine.rpc.method_load import Crowd
 from peerd.service.rpc.call_stream import CallStream
 from peerd.service.rpc.inbound import Inbound
 from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.room import Room, Share, user_of
 from peerd.service.rpc.served_call import Method, ServedCall
 from peerd.service.rpc.task_pool import Crew, Tasks
-from peerd.service.rpc.types import Gate, RpcStream
+from peerd.service.rpc.types import AccessGuard, RpcStream
 
 _log = logging.getLogger("peerd.rpc")
 _BATCHES_A_TURN = 16  # of messages, read before others have their turn
@@ -71,7 +71,7 @@ class Server:
         self.rates = rates
         self.unproven = UnprovenCalls(room.book)
         self.protocols: dict[str, dict[bytes, Method]] = {}
-        self.gate: Gate | None = None
+        self.gate: AccessGuard | None = None
 
     def add(self, method: Method) -> None:
         """Serve `method`; LocalError when its name is taken."""

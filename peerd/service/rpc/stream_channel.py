@@ -10,8 +10,8 @@ import trio
 
 from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.machine.rate.arrival_rate import LineRates
-from peerd.machine.rpc import codec as wire
-from peerd.machine.rpc.codec import RpcMessage, decode_failure
+from peerd.machine.rpc import message_codec as wire
+from peerd.machine.rpc.message_codec import RpcMessage, decode_failure
 from peerd.service.rpc.call_stream import CallStream
 from peerd.service.rpc.channel import Request, encode_request
 from peerd.service.rpc.inbound import Inbound

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from peerd.core.errors import Refused
     from peerd.machine.budget.book import Book
-    from peerd.machine.rpc.accounting import MethodName
+    from peerd.machine.rpc.method_load import MethodName
 
 B = TypeVar("B", bound=msgspec.Struct, covariant=True)
 
@@ -117,7 +117,7 @@ class RpcHost(Protocol):
         ...
 
 
-class Gate(Protocol):
+class AccessGuard(Protocol):
     """Guard of calls, in and out: `service.access` in a run with tokens. Without a gate, everyone."""
 
     @property

@@ -43,8 +43,8 @@ from peerd.machine.state.download import Download
 from peerd.machine.state.quorum import Claim
 from peerd.net.timer import Timer
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.state.serve import LAYOUT, Methods
 from peerd.service.state.state_room import StateRoom
+from peerd.service.state.state_server import LAYOUT, Methods
 
 Donors = Sequence[PeerId] | Callable[[], Sequence[PeerId]]
 _LOOK_S = 3.0  # how often to ask for more donors
@@ -133,7 +133,7 @@ class FetchPlan:
     paces: BoundedDict[str, float]  # seconds a byte, by donor, from earlier downloads: kept up to date here
 
 
-class Fetching:
+class StateFetch:
     """One attempt; `begun` holds what it got, also after a failure."""
 
     def __init__(self, rpc: Rpc, plan: FetchPlan, begun: BegunDownload | None, rng: Random) -> None:

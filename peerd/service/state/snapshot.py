@@ -25,15 +25,15 @@ from peerd.core.messages.state import StateItem, StateLayout, StateRequest, Tens
 from peerd.core.messages.swarm import Position
 from peerd.core.work import Worker
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.state.fetch import BegunDownload, Donors, Fetching, FetchPlan, FetchReport, fetch_layout
-from peerd.service.state.serve import KEPT, STATE, Freeze, Giving, Methods
+from peerd.service.state.fetch import BegunDownload, Donors, FetchPlan, FetchReport, StateFetch, fetch_layout
+from peerd.service.state.state_server import KEPT, STATE, Freeze, Methods, StateServer
 
-__all__ = ["KEPT", "Donors", "FetchReport", "Fetcher", "Freeze", "Giving", "Snapshots", "StateItem"]
+__all__ = ["KEPT", "Donors", "FetchReport", "Freeze", "SnapshotFetcher", "Snapshots", "StateItem", "StateServer"]
 
 _SHUN_S = 600.0  # how long a donor that lied is not asked
 
 
-class Fetcher:
+class SnapshotFetcher:
     """The newcomer's side: one download at a time."""
 
     def __init__(self, rpc: Rpc, rng: Random | None = None, methods: Methods = STATE) -> None:
@@ -74,7 +74,7 @@ class Fetcher:
                 paces=self._paces,
             )
             # Not kept here meanwhile: when another state is chosen, the memory of this one is let go at once.
-            fetching = Fetching(self._rpc, plan, self._take_kept(layout), self._rng)
+            fetching = StateFetch(self._rpc, plan, self._take_kept(layout), self._rng)
             self.report = fetching.report
             try:
                 begun = await fetching.run()
@@ -105,13 +105,13 @@ class Fetcher:
         self._shunned.update(dict.fromkeys(liars, now + _SHUN_S))
 
 
-class Snapshots(Fetcher):
+class Snapshots(SnapshotFetcher):
     """Both sides of state transfer; `totals` fetches the totals of steps, also while a state is fetched."""
 
-    def __init__(self, rpc: Rpc, rng: Random | None = None, giving: Giving | None = None) -> None:
+    def __init__(self, rpc: Rpc, rng: Random | None = None, giving: StateServer | None = None) -> None:
         """`giving`: one that several stages of this peer share."""
         super().__init__(rpc, rng)
-        self.giving = giving if giving is not None else Giving(rpc)
-        self.totals = Fetcher(rpc, rng)
+        self.giving = giving if giving is not None else StateServer(rpc)
+        self.totals = SnapshotFetcher(rpc, rng)
         self.totals._shunned = self._shunned  # a donor that lies about one thing is not asked for another
         self.totals._paces = self._paces

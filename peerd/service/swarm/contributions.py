@@ -23,7 +23,7 @@ from peerd.core.messages.encoding import encode
 from peerd.core.work import Worker
 from peerd.home import write_atomically
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.types import Gate
+from peerd.service.rpc.types import AccessGuard
 
 _log = logging.getLogger("peerd.contributions")
 
@@ -33,7 +33,7 @@ _MOST: Final = (1 << 62) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class TallyOf:
+class ContributionOf:
     """Identity of the totals. `file` keeps them, written on `worker`; without them they are of this process only."""
 
     run: str
@@ -42,10 +42,10 @@ class TallyOf:
     worker: Worker | None = None
 
 
-class Tally:
+class ContributionTally:
     """The totals of one role of this peer."""
 
-    def __init__(self, of: TallyOf, dht: Dht, clock: Clock, gate: Gate | None) -> None:
+    def __init__(self, of: ContributionOf, dht: Dht, clock: Clock, gate: AccessGuard | None) -> None:
         self.samples = 0
         self.bytes_aggregated = 0
         self.seconds = 0.0

@@ -25,7 +25,7 @@ from peerd.core.messages.encoding import encode
 from peerd.core.record import Record
 from peerd.machine.batch.counted_work import CountedWork, PeerWork
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.types import Gate
+from peerd.service.rpc.types import AccessGuard
 
 _log = logging.getLogger("peerd.contributions")
 
@@ -46,7 +46,7 @@ class CountedTable:
 
 
 def read_counted(
-    by: PeerId, records: Iterable[Record], gate: Gate | None, unreadable: list[Record] | None = None
+    by: PeerId, records: Iterable[Record], gate: AccessGuard | None, unreadable: list[Record] | None = None
 ) -> CountedTable | None:
     """The counts that conductor `by` published under `counted_key`, or None if it published none.
 
@@ -80,7 +80,7 @@ def read_counted(
 class CountedRecord:
     """Publishes the counts of this peer's tenures in one run."""
 
-    def __init__(self, run: str, dht: Dht, gate: Gate | None) -> None:
+    def __init__(self, run: str, dht: Dht, gate: AccessGuard | None) -> None:
         self._key, self._dht, self._gate = counted_key(run), dht, gate
 
     async def keep(self, work: CountedWork, before: Iterable[PeerId], lasts: Callable[[], bool]) -> None:

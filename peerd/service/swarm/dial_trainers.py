@@ -26,7 +26,7 @@ _LOOK_S = 10.0  # at the records; trainers announce themselves as they begin
 _TEND_S = 2.0  # at the links
 
 
-class CallingIn:
+class TrainerDialer:
     """Links of one stage peer to the trainers."""
 
     def __init__(self, host: Host, dht: Dht, directory: Directory) -> None:

@@ -37,7 +37,7 @@ from peerd.core.messages.swarm import MemberInfo, Position
 from peerd.machine.swarm.placement import CHOOSING_S, TAKING_S, Arrival
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.types import Gate
+from peerd.service.rpc.types import AccessGuard
 from peerd.signals import Signal
 
 log = logging.getLogger("peerd.service.swarm.directory")
@@ -65,7 +65,7 @@ class SettingsTold:
 class Directory:
     """The stage peers of one run."""
 
-    def __init__(self, run: str, stages: int, host: Host, dht: Dht, gate: Gate | None = None) -> None:
+    def __init__(self, run: str, stages: int, host: Host, dht: Dht, gate: AccessGuard | None = None) -> None:
         self.run, self.stages = run, stages
         self._host, self._dht, self._gate = host, dht, gate
         self.announced: dict[tuple[PeerId, int], StagePeer] = {}  # by peer and stage

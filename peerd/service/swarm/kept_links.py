@@ -13,7 +13,7 @@ import trio
 
 from peerd.core.errors import RemoteError
 from peerd.core.ids import PeerId
-from peerd.machine.connectivity.preconnect import Assembly
+from peerd.machine.connectivity.preconnect import PreconnectPlan
 from peerd.net.host.host import Host
 
 log = logging.getLogger("peerd.service.swarm.kept_links")
@@ -24,7 +24,7 @@ class KeptLinks:
 
     def __init__(self, host: Host, what: str) -> None:
         self._host, self._what = host, what
-        self._assembly = Assembly(host.id.text)
+        self._assembly = PreconnectPlan(host.id.text)
 
     def tend(self, nursery: trio.Nursery, peers: Collection[str]) -> None:
         """Dial those of `peers` that have no link, in the nursery; to be called every second or two."""

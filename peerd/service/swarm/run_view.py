@@ -23,7 +23,7 @@ from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.types import Gate
+from peerd.service.rpc.types import AccessGuard
 from peerd.service.swarm.directory import RECORD_TTL_S, Directory
 
 _LOOK_S: Final = 1.0  # between two looks
@@ -37,7 +37,7 @@ class RunView:
     """See the module's header. `reachable`: returns those of some peers that can be connected now."""
 
     def __init__(
-        self, net: tuple[Host, Dht], directory: Directory, gate: Gate | None, reachable: Reachable, rng: Random
+        self, net: tuple[Host, Dht], directory: Directory, gate: AccessGuard | None, reachable: Reachable, rng: Random
     ) -> None:
         self.alone = False  # begin without others, by the user's word
         self.advice = "give --alone to begin without"

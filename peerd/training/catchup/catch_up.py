@@ -34,8 +34,8 @@ from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import StateItem
 from peerd.signals import Signal
-from peerd.training.catchup.replay import Trail
-from peerd.training.catchup.step_totals import Leap, Totals
+from peerd.training.catchup.replay import TotalsTrail
+from peerd.training.catchup.step_totals import StepTotal, StepTotals
 from peerd.training.catchup.validate import state_at
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class CatchingMember(Protocol):
         """Go from `before` to `position` with a whole state; ValueError: it does not fit; Elsewhere: not there."""
         ...
 
-    async def step_on(self, before: Position, leap: Leap) -> None:
+    async def step_on(self, before: Position, leap: StepTotal) -> None:
         """Make the optimizer step that leads on from `before`; errors as in `take_over`."""
         ...
 
@@ -106,7 +106,7 @@ class Elsewhere(PeerdError):
 _FAILED = (RemoteError, ValueError, Elsewhere, Stale, NoMemory)
 
 
-class CatchingUp:
+class CatchUp:
     """One member's downloads, and the state and totals that it gives. Serves nothing before `offer`."""
 
     def __init__(
@@ -122,7 +122,7 @@ class CatchingUp:
         self._snapshots.folder = self._snapshots.totals.folder = ctx.data_dir
         self._turn = int.from_bytes(ctx.clock.secure_bytes(6), "big")
         self._stage = -1
-        self._totals: Totals | None = None
+        self._totals: StepTotals | None = None
         self._state_bytes = 0
         self._kept_at = 0.0  # when the newest of them was kept
         self._goal: Position | None = None  # the swarm's position, while ours is another
@@ -130,7 +130,7 @@ class CatchingUp:
         self._apart: Position | None = None  # a position of ours that the swarm's conductor never saw
         self._kept_apart: Position | None = None  # the last such position that was kept
         self._seen = Signal()
-        self._trail: Trail | None = None
+        self._trail: TotalsTrail | None = None
         self._pace = CatchUpPace(services.run.limits.keep_totals)
         self._too_slow: str | None = None  # its line is too slow, and it waits: what was said of it
         self._total_bytes = 0  # of totals, that came so far
@@ -169,12 +169,12 @@ class CatchingUp:
         """Stop giving this stage's state and totals."""
         self._snapshots.giving.withdraw(self._stage)
 
-    def keep(self, before: Position, leap: Leap) -> None:
+    def keep(self, before: Position, leap: StepTotal) -> None:
         """Keep the total of a step from `before`: others may need it. Earlier ones stay only where they do."""
         run = self._services.run
         if self._totals is None:
             self._state_bytes = sum(spec.nbytes for spec in self._joiner.model.outline())
-            self._totals = Totals(0, run.limits.keep_totals)
+            self._totals = StepTotals(0, run.limits.keep_totals)
         if not self._totals_are_wanted:
             self._totals.forget()
         self._totals.most_bytes = spare_bytes(run, self._state_bytes, self._totals.memory_bytes)  # as it is by now
@@ -314,9 +314,9 @@ class CatchingUp:
         self._awaited = self._too_slow
         return True
 
-    async def _along_a_trail(self, start: Callable[[Trail], Awaitable[Position]]) -> None:
+    async def _along_a_trail(self, start: Callable[[TotalsTrail], Awaitable[Position]]) -> None:
         """Replay a trail that is fetched meanwhile, from the position that `start` brings us to."""
-        trail = self._trail = Trail(self._fetch_total, lambda: self._goal)
+        trail = self._trail = TotalsTrail(self._fetch_total, lambda: self._goal)
         failure: Exception | None = None
         try:
             async with trio.open_nursery() as nursery:
@@ -331,11 +331,11 @@ class CatchingUp:
         if failure is not None:
             raise failure
 
-    async def _from_here(self, trail: Trail) -> Position:
+    async def _from_here(self, trail: TotalsTrail) -> Position:
         trail.begin(self._joiner.position)
         return self._joiner.position
 
-    async def _from_a_state(self, expected: Sequence[TensorSpec], trail: Trail) -> Position:
+    async def _from_a_state(self, expected: Sequence[TensorSpec], trail: TotalsTrail) -> Position:
         """Take over a stage-mate's state; `trail` begins at its position, before the download ends."""
         before = self._joiner.position
         if before == self._apart != self._kept_apart and before.step:
@@ -364,10 +364,10 @@ class CatchingUp:
         return position
 
     def _sizes(self, expected: Sequence[TensorSpec]) -> Sizes:
-        total = sum(spec.nbytes for spec in Leap.outline(self._joiner.model))
+        total = sum(spec.nbytes for spec in StepTotal.outline(self._joiner.model))
         return Sizes(sum(spec.nbytes for spec in expected), total)
 
-    async def _walk(self, position: Position, trail: Trail) -> None:
+    async def _walk(self, position: Position, trail: TotalsTrail) -> None:
         """Make the trail's steps, to its end."""
         first = position.step
         while (leap := await trail.next()) is not None:
@@ -379,12 +379,12 @@ class CatchingUp:
         if trail.broken is not None:
             self._ctx.log.event("stage.trail_broken", stage=self._stage, step=position.step, reason=trail.broken)
 
-    async def _fetch_total(self, before: Position) -> Leap:
+    async def _fetch_total(self, before: Position) -> StepTotal:
         request = StateRequest(self._services.fingerprint, self._stage, of=before)
-        expected = Leap.outline(self._joiner.model)
+        expected = StepTotal.outline(self._joiner.model)
         position, items = await self._snapshots.totals.fetch(self._donors, request, expected, self._coding)
         self._total_bytes += sum(spec.nbytes for spec in expected)
-        return Leap.of(position, items)
+        return StepTotal.of(position, items)
 
     def _donors(self) -> list[PeerId]:
         """Stage-mates that have the state; each newcomer begins with another, so that none has to serve them all."""

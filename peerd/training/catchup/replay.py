@@ -17,20 +17,20 @@ from peerd.core.errors import Refused, RemoteError
 from peerd.core.limits import STATE_TRAIL
 from peerd.core.messages.swarm import Position
 from peerd.signals import Signal
-from peerd.training.catchup.step_totals import Leap
+from peerd.training.catchup.step_totals import StepTotal
 
 _PAUSE_S = 0.3  # before a total is asked for again
 _TRIES = 4  # for one total, while no donor says that it is gone
 _REFUSALS = 2  # members commit one after another: the first may come too early
 
 
-class Trail:
+class TotalsTrail:
     """See the module's header."""
 
-    def __init__(self, fetch: Callable[[Position], Awaitable[Leap]], goal: Callable[[], Position | None]) -> None:
+    def __init__(self, fetch: Callable[[Position], Awaitable[StepTotal]], goal: Callable[[], Position | None]) -> None:
         """`fetch` gets the leap from a position, or raises RemoteError; `goal`: the swarm's position; None: no goal."""
         self._fetch, self._goal = fetch, goal
-        self._leaps: deque[Leap] = deque()
+        self._leaps: deque[StepTotal] = deque()
         self._start: Position | None = None  # of the first leap that was not taken yet
         self._end: Position | None = None
         self._changed = Signal()
@@ -77,7 +77,7 @@ class Trail:
         self.broken = why
         self.look()
 
-    async def next(self) -> Leap | None:
+    async def next(self) -> StepTotal | None:
         """The next leap; None when there is none to come: the end of the trail is the goal, or it is broken."""
         while not self._leaps:
             if self.broken is not None or self._goal() in (None, self._end):

@@ -27,7 +27,7 @@ from peerd.service.state.snapshot import StateItem
 from peerd.service.state.state_room import StateRoom
 
 
-class Leap(NamedTuple):
+class StepTotal(NamedTuple):
     """One optimizer step: the position it leads to, and all that it takes to make it."""
 
     target: Position
@@ -35,7 +35,7 @@ class Leap(NamedTuple):
     code: Mapping[str, Tensor] = {}  # state of the gradients' code after this step, where it keeps any
 
     @classmethod
-    def made(cls, model: Model, target: Position, total: Vector) -> Leap:
+    def made(cls, model: Model, target: Position, total: Vector) -> StepTotal:
         """The step that `model` has just made."""
         kept = model.low_rank.state() if model.low_rank is not None else {}
         return cls(target, total, {name: tensor.clone() for name, tensor in kept.items()})
@@ -55,7 +55,7 @@ class Leap(NamedTuple):
         specs = [TensorSpec(name, dtype_name(dtype), tuple(shape)) for name, dtype, shape in sorted(kept)]
         return [model.vector_outline(), *specs]
 
-    def put_out(self, folder: Path) -> Leap:
+    def put_out(self, folder: Path) -> StepTotal:
         """The same leap, whose total lies in a file in `folder` if the disk takes it. For a thread of its own."""
         room = StateRoom(self.total.nbytes, folder)
         total = np.frombuffer(room.row, self.total.dtype)
@@ -69,7 +69,7 @@ class Leap(NamedTuple):
         return [total, *(StateItem(*item) for item in items_of(dict(self.code)))]
 
     @classmethod
-    def of(cls, target: Position, items: Sequence[StateItem]) -> Leap:
+    def of(cls, target: Position, items: Sequence[StateItem]) -> StepTotal:
         """The inverse of `items`, sharing their memory."""
         total, *code = items
         tensors = state_of((item.name, item.dtype, item.shape, item.payload) for item in code)
@@ -80,15 +80,15 @@ class Leap(NamedTuple):
         return self.total.nbytes + sum(tensor.nbytes for tensor in self.code.values())
 
 
-class Totals:
+class StepTotals:
     """Kept totals, shared and not copied: they must not be changed. `most_bytes` may change from step to step."""
 
     def __init__(self, most_bytes: int, most: int = STATE_TOTALS) -> None:
         self.most_bytes, self._most = most_bytes, min(most, STATE_TOTALS)
-        self._leaps: dict[Position, Leap] = {}  # oldest first
+        self._leaps: dict[Position, StepTotal] = {}  # oldest first
         self._put_out: set[Position] = set()  # those of which lie in files
 
-    def keep(self, before: Position, leap: Leap) -> None:
+    def keep(self, before: Position, leap: StepTotal) -> None:
         """Keep the step that was made from `before`."""
         self._leaps.pop(before, None)
         self._put_out.discard(before)
@@ -112,7 +112,7 @@ class Totals:
         """Drop all totals: no peer needs them."""
         self._leaps.clear()
 
-    def after(self, before: Position) -> Leap | None:
+    def after(self, before: Position) -> StepTotal | None:
         """The step that was made from `before`; None: it is not kept any more."""
         return self._leaps.get(before)
 

@@ -40,7 +40,7 @@ from peerd.service.run_services import RunServices
 from peerd.signals import Signal
 from peerd.training.catchup.catch_up import CatchingMember, ConductorReports
 from peerd.training.catchup.validate import checked
-from peerd.training.checkpoints.stage_checkpoints import Saving
+from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 
 _LOOK_S: Final = 2.0  # between two looks at the positions that backbones announce
 _FAILED_S: Final = 30.0  # before a position that could not be had is tried again
@@ -50,11 +50,16 @@ _PROOFS_S: Final = 10.0  # for keepers to show proofs, in one look,
 _ASKED_AT_ONCE: Final = 16  # and how many are asked side by side
 
 
-class Recalling:
+class CheckpointRecovery:
     """The recovery of one member; `run` does the work."""
 
     def __init__(
-        self, ctx: RoleContext, services: RunServices, saving: Saving, joiner: CatchingMember, reports: ConductorReports
+        self,
+        ctx: RoleContext,
+        services: RunServices,
+        saving: StageCheckpoints,
+        joiner: CatchingMember,
+        reports: ConductorReports,
     ) -> None:
         self.waits_for: str | None = None
         self.problem: str | None = None  # the reason that the last position that was tried is not to be had

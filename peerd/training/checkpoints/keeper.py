@@ -24,18 +24,18 @@ from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import LoopSection, RunFile
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
-from peerd.service.state.snapshot import Giving, StateItem
+from peerd.service.state.snapshot import StateItem, StateServer
 from peerd.training.catchup.validate import checked
 from peerd.training.checkpoints.evidence_store import EvidenceStore
 from peerd.training.checkpoints.kept_list import KeptList
-from peerd.training.checkpoints.stage_checkpoints import Saving
+from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 
 _TRIES = 6  # at one position, when the swarm steps while its stages are asked
 _AGAIN_S = 10.0  # an attempt is repeated after so long, if the step does not change
 _LONGEST_S = 60.0  # between attempts that fail, also when it does
 
 
-class Keeping:
+class CheckpointKeeper:
     """The kept sets of one run. `open` comes first."""
 
     def __init__(self, ctx: RoleContext, services: RunServices) -> None:
@@ -44,12 +44,12 @@ class Keeping:
         self._ctx, self._services = ctx, services
         self._settings, self._total_steps = run.checkpoint, run.optimizer.total_steps
         stages = range(run.pipeline.stages)
-        self._savings = [Saving(ctx, services.fingerprint, spare=1) for _ in stages]
+        self._savings = [StageCheckpoints(ctx, services.fingerprint, spare=1) for _ in stages]
         self._fetchers = [services.fetcher() for _ in stages]
         self._outlines: list[list[TensorSpec]] = []
         self._files = ctx.worker("files")
         self._tried_step, self._tried_at, self._failures = -1, 0.0, 0
-        self._giving: Giving | None = None
+        self._giving: StateServer | None = None
         self._list = KeptList(ctx.data_dir, run.run)
         self._store = EvidenceStore(ctx, services, lambda: self.kept)
 

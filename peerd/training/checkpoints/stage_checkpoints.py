@@ -28,7 +28,7 @@ from peerd.signals import Signal
 _HANGS_S = 30.0  # that writing a checkpoint takes before `problem` reports it
 
 
-class Saving:
+class StageCheckpoints:
     """The checkpoints of one peer in one run. `open` comes before everything but `stages`."""
 
     def __init__(self, ctx: RoleContext, fingerprint: bytes, spare: int = 0) -> None:

@@ -18,7 +18,7 @@ from peerd.service.experts.vault_disk import VaultDisk
 from peerd.training.expert.adoption import Adoption
 from peerd.training.expert.checkpoints import ExpertCheckpoints
 from peerd.training.expert.host import ExpertHost, OwnExpert
-from peerd.training.expert.sharing import ExpertSharing
+from peerd.training.expert.sharing import ExpertStateSharing
 
 _PREFIXES_AT_ONCE: Final = 256  # of one look into the directory
 
@@ -33,7 +33,7 @@ class VaultKeeper:
         self.vault = Vault(ctx.run, ctx, VaultDisk(self._folder), ctx.worker("files"))
         self.checkpoints = ExpertCheckpoints(ctx, self.vault, host)
         self.adoption = Adoption(ctx, self.vault, host, self.checkpoints, state_bytes)
-        self.sharing = ExpertSharing(ctx, self.vault, host, self.checkpoints, state_bytes)
+        self.sharing = ExpertStateSharing(ctx, self.vault, host, self.checkpoints, state_bytes)
 
     async def recall(self) -> Mapping[Uid, OwnExpert]:
         """Returns our own experts without those of which somebody holds a newer checkpoint: these are adopted in turn.

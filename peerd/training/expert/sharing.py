@@ -72,7 +72,7 @@ class SharingHost(AdoptingHost, Protocol):
         ...
 
 
-class ExpertSharing:
+class ExpertStateSharing:
     """See the module's header; `run` does the work. `state_bytes`: the most that a state of this run takes."""
 
     def __init__(

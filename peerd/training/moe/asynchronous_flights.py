@@ -28,7 +28,7 @@ from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.in_flight import LIMITED
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.role import RoleContext
-from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.microbatch import Microbatch
 from peerd.signals import Signal
 from peerd.training.moe.expert_flights import GRADIENT_BYTES, IN_FLIGHT, ExpertFlights
 from peerd.training.stage.member import StageMember
@@ -40,7 +40,7 @@ _NOTHING: Final = TensorFrame("uint8", (0,), b"")
 class FlightPlan:
     """What a trainer gives its flights."""
 
-    take: Callable[[], Awaitable[Load]]  # the next samples
+    take: Callable[[], Awaitable[Microbatch]]  # the next samples
     goes_on: Callable[[], bool]  # may further flights begin?
     landed: Callable[[], None]  # called after each
 
@@ -85,7 +85,7 @@ class AsynchronousFlights(ExpertFlights):
                     nursery.start_soon(self._fly, plan, await plan.take())
                 await self._changed.wait()
 
-    async def _fly(self, plan: FlightPlan, load: Load) -> None:
+    async def _fly(self, plan: FlightPlan, load: Microbatch) -> None:
         try:
             flight = await self._again_until_done(partial(self._there_and_back, load), None, drops=True)
             await self._come_down(flight)
@@ -99,7 +99,7 @@ class AsynchronousFlights(ExpertFlights):
             self._changed.notify()
         plan.landed()
 
-    async def _there_and_back(self, load: Load) -> Flight:
+    async def _there_and_back(self, load: Microbatch) -> Flight:
         stage = self._post.state.trunk
         flight = await self._work(partial(stage.free_flight, *self._texts(load.tokens, load.targets)), "begin a flight")
         with self.counts.one_away():
@@ -115,9 +115,9 @@ class AsynchronousFlights(ExpertFlights):
         await self._work(lambda: queue.add(flight, stage.trunk.loads), "add gradients")
         self.counts.samples += self._run.pipeline.microbatch
 
-    def offer(self, waiting: list[Load], opened: int) -> None:
+    def offer(self, waiting: list[Microbatch], opened: int) -> None:
         """Add a load without samples to `waiting` for each place that is wanted, but for those that are open."""
-        waiting += [Load(_NOTHING, _NOTHING) for _ in range(self.places_wanted() - opened - len(waiting))]
+        waiting += [Microbatch(_NOTHING, _NOTHING) for _ in range(self.places_wanted() - opened - len(waiting))]
 
     def places_wanted(self) -> int:
         """Places in the trunk's batch: one for each that gradients wait for, or a microbatch without finite ones.
@@ -133,7 +133,7 @@ class AsynchronousFlights(ExpertFlights):
 
     # --- places in a batch --------------------------------------------------------------------------------------
 
-    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
+    async def train(self, step: int, seq: int, load: Microbatch) -> list[Holding]:
         """Add the gradients that have waited longest to the sum of `step`; returns their holder.
 
         Raises MicrobatchNotFinite if a microbatch had none that are finite: it takes this place, and is dropped.
@@ -145,7 +145,7 @@ class AsynchronousFlights(ExpertFlights):
         self._post.serving.worked(self._run.pipeline.microbatch, 0.0)
         return [Holding(mb.trainer, self._post.receipt(step, mb))]
 
-    async def _lands(self, step: int, mb: Mb, load: Load) -> bool:
+    async def _lands(self, step: int, mb: Mb, load: Microbatch) -> bool:
         """False if no gradients wait."""
         while self._queue is not None or self._not_finite:
             await self._step_is_open(step)

@@ -32,7 +32,7 @@ from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
 from peerd.machine.rate.backoff import backoff_s
 from peerd.role import RoleContext
-from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.microbatch import Microbatch
 from peerd.training.moe.flight_counts import FlightCounts
 from peerd.training.stage.member import StageMember
 from peerd.training.stage.post import Post
@@ -48,7 +48,7 @@ _CLOSING_S: Final = 0.05  # between two looks whether the sum is still being ave
 
 
 class ExpertFlights:
-    """See the module's header. The interface is that of `service.pipeline.schedule.Pipeline`."""
+    """See the module's header. The interface is that of `service.pipeline.schedule.MicrobatchSchedule`."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class ExpertFlights:
 
     # --- microbatches -------------------------------------------------------------------------------------------
 
-    async def train(self, step: int, seq: int, load: Load) -> list[Holding]:
+    async def train(self, step: int, seq: int, load: Microbatch) -> list[Holding]:
         """Fly a microbatch there and back until it has landed in the sum of `step`; returns its holder."""
         mb = Mb(self._ctx.host.id.text, seq)
         await self._again_until_done(lambda: self._train(step, mb, load), step)
         return [Holding(mb.trainer, self._post.receipt(step, mb))]
 
-    async def repeat(self, step: int, seq: int, stage: int, load: Load) -> Holding:
+    async def repeat(self, step: int, seq: int, stage: int, load: Microbatch) -> Holding:
         """Fly again: the sum that had it is lost."""
         return (await self.train(step, seq, load))[0]
 
@@ -90,7 +90,7 @@ class ExpertFlights:
 
         return await self._again_until_done(judge, None)
 
-    async def _train(self, step: int, mb: Mb, load: Load) -> None:
+    async def _train(self, step: int, mb: Mb, load: Microbatch) -> None:
         flight = await self._begin(step, load.tokens, load.targets)
         with self.counts.one_away():
             await self._there(flight)
@@ -225,7 +225,7 @@ class ExpertFlights:
         """Microbatches that this trainer has under way at most."""
         return self._run.limits.microbatches_in_flight or self.in_flight()
 
-    def offer(self, waiting: list[Load], opened: int) -> None:
+    def offer(self, waiting: list[Microbatch], opened: int) -> None:
         """Add to the loads that wait for a number, where these are not samples; `opened` have one."""
 
     def under_way(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ import numpy as np
 import trio
 
 from peerd.compute.codec.error_feedback import Missed, feedback_of
-from peerd.compute.codec.powersgd import LowRank
+from peerd.compute.codec.powersgd import PowerSgd
 from peerd.compute.model.served_stage import Model, Vector
 from peerd.core.blockwise import BLOCKS, CODES
 from peerd.core.errors import ConfigError, ProtocolViolation, Refused
@@ -29,9 +29,9 @@ from peerd.core.messages.swarm import LineInfo, Position, Prepare
 from peerd.core.run.runfile import RunFile
 from peerd.core.work import Worker
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
-from peerd.machine.averaging.member_plan import Terms, plan_of
+from peerd.machine.averaging.member_plan import MemberTerms, plan_of
 from peerd.service.run_services import RunServices
-from peerd.training.catchup.step_totals import Leap
+from peerd.training.catchup.step_totals import StepTotal
 from peerd.training.stage.line_info import own_line
 
 
@@ -60,10 +60,10 @@ class Total:
         model.commit(step, self.vector, samples)
         self.settle()
 
-    def step(self, model: Model, target: Position, samples: int) -> Leap:
+    def step(self, model: Model, target: Position, samples: int) -> StepTotal:
         """Make the step to `target`; returns the leap that others make it by. For the model's worker."""
         self.commit(model, target.step - 1, samples)
-        return Leap.made(model, target, self.vector)
+        return StepTotal.made(model, target, self.vector)
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class _Attempt:
     helps: bool
 
 
-class Rounds:
+class AveragingRounds:
     """A member's averaging rounds, one at a time beside those in which it helps; coding and sums run on `worker`."""
 
     def __init__(self, run: RunFile, services: RunServices, worker: Worker, own: PeerId) -> None:
@@ -112,7 +112,7 @@ class Rounds:
         self._own = own.text
         self._feedback, self._forgetful = feedback_of(run.averaging), feedback_of(run.averaging)
         align = max(BLOCKS) if run.averaging.code in CODES else 1
-        self._terms = Terms(run.averaging.part_bytes, run.averaging.sender_timeout_s, align)
+        self._terms = MemberTerms(run.averaging.part_bytes, run.averaging.sender_timeout_s, align)
         self._vector_is = (0, "", 0)  # elements, dtype and further of our vector, once there was one: helpers must know
         self._attempts: list[_Attempt] = []
         self._kept: dict[bytes, _Sum] = {}  # by attempt, the newest last; two at most, whatever is ordered
@@ -190,7 +190,7 @@ class Rounds:
         return order.brings is None and self._own not in order.listeners
 
     async def total(
-        self, order: Prepare, plan: AveragingPlan, vector: Vector | None, low_rank: LowRank | None = None
+        self, order: Prepare, plan: AveragingPlan, vector: Vector | None, low_rank: PowerSgd | None = None
     ) -> Total:
         """The sum of what all senders bring; raises RoundFailed. `vector`: our gradient, where the order has us bring
         it; it stays as it is. The sum is kept for later orders.
@@ -225,7 +225,7 @@ class Rounds:
         return attempt in self._kept
 
     async def _brought(
-        self, order: Prepare, plan: AveragingPlan, vector: Vector | None, low_rank: LowRank | None
+        self, order: Prepare, plan: AveragingPlan, vector: Vector | None, low_rank: PowerSgd | None
     ) -> _Sum:
         """What we bring, which is what we have as well where we listen."""
         work, feedback = self._worker, self._feedback
@@ -260,7 +260,7 @@ class Rounds:
         ours = vector.copy() if feedback.residual is not None else vector
         return _Sum(ours, (feedback.begin(ours),), own=True)
 
-    async def _of_factors(self, plan: AveragingPlan, vector: Vector, code: LowRank) -> Total:
+    async def _of_factors(self, plan: AveragingPlan, vector: Vector, code: PowerSgd) -> Total:
         """The sum by PowerSGD's factors: two sums, the second of a projection on the first."""
         first_elements, further = code.elements
         self._vector_is = (first_elements, vector.dtype.name, further)
@@ -278,7 +278,7 @@ class Rounds:
                 second = await self._averaging.sum(after, second, work)
         return await self._of_second(code, second)
 
-    async def _of_second(self, code: LowRank, second: Vector) -> Total:
+    async def _of_second(self, code: PowerSgd, second: Vector) -> Total:
         ready = await self._worker.run(lambda: code.finish(second), name="multiply the factors")
         return Total(ready.total, lambda: code.settle(ready), ready.rights or ())
 

@@ -14,7 +14,7 @@ from typing import Final
 import trio
 from torch import Tensor
 
-from peerd.compute.codec.async_codec import Coder
+from peerd.compute.codec.async_codec import AsyncCodec
 from peerd.compute.codec.frames import decode
 from peerd.compute.kernels.ops import described
 from peerd.compute.model.served_stage import StageOutcome
@@ -87,7 +87,7 @@ class Boundary:
         self._ctx = ctx
         self._run = run
         self._worker = ctx.worker("coding")
-        self._coder = Coder(self._worker, run.pipeline.boundary, ctx.device)
+        self._coder = AsyncCodec(self._worker, run.pipeline.boundary, ctx.device)
         self.room = DecodedRoom(
             _DECODED_CALLS
         )  # held from before a call's tensors are decoded until its answer is coded

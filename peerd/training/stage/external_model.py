@@ -10,7 +10,7 @@ from peerd.compute.model.user_model import UserModel
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class ExternalModel:
     """A user's model. `changing` is entered around each change of its parameters.
 
     It waits until the user's thread lets them go; unless it is told to be patient it may raise Refused: not now.

@@ -24,7 +24,7 @@ import trio
 from msgspec import structs
 
 from peerd.compute.model.footprint import room_for_activations
-from peerd.compute.model.kept_graph import Graph
+from peerd.compute.model.kept_graph import KeptGraph
 from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
@@ -40,7 +40,7 @@ from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.run_services import RunServices
 from peerd.service.swarm.kept_links import KeptLinks
 from peerd.training.stage.admissions import Admissions
-from peerd.training.stage.serving import Made, Serving
+from peerd.training.stage.serving import Made, ServingCalls
 
 _LOOK_S: Final = 1.0  # between looks at overdue calls to the next stage
 _LINKED: Final = 8  # peers of a neighbouring stage
@@ -83,7 +83,7 @@ class HandOver:
     `room_for`: that room, by the bytes that are kept now.
     """
 
-    def __init__(self, ctx: RoleContext, services: RunServices, place: HandOverPlace, serving: Serving) -> None:
+    def __init__(self, ctx: RoleContext, services: RunServices, place: HandOverPlace, serving: ServingCalls) -> None:
         assert ctx.run is not None
         self._run: RunFile = ctx.run
         self._place, self._serving, self._clock = place, serving, ctx.clock
@@ -308,7 +308,7 @@ class HandOver:
         x: TensorFrame,
         targets: Sequence[TensorFrame],
         onward: Onward | None,
-        graph: Graph | None,
+        graph: KeptGraph | None,
     ) -> Made:
         target = targets[0] if onward is None else onward.gradient
         assert target is not None, "whoever asks for a gradient checks that it comes"

@@ -1,8 +1,8 @@
 """A peer's posts in a run: chooses its stages, enters and leaves them, and tallies their contributions. Not a role.
 
-It is role `stage`; role `trainer` holds one where the model is one stage: a replica of its own; with `Own` it is a
-user's model, whose gradients the user alone computes. Stages are the run file's (`limits.stage`), and then it stays
-there; else the one that needs a peer most, and this peer may move later on (`moving`).
+It is role `stage`; role `trainer` holds one where the model is one stage: a replica of its own; with `ExternalModel` it
+is a user's model, whose gradients the user alone computes. Stages are the run file's (`limits.stage`), and then it
+stays there; else the one that needs a peer most, and this peer may move later on (`moving`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from peerd.core.run.stage_plan import planned_stage
 from peerd.machine.swarm.roster import START
 from peerd.role import RoleContext
 from peerd.signals import Signal
-from peerd.training.checkpoints.stage_checkpoints import Saving
-from peerd.training.stage.external_model import Own
-from peerd.training.stage.moving import Relocating
+from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
+from peerd.training.stage.external_model import ExternalModel
+from peerd.training.stage.moving import StageMove
 from peerd.training.stage.post import Post
 
 
@@ -40,7 +40,7 @@ class _Held:
 class StageMember:
     """See the module's header. `run`, `leave` and `status` are as in `peerd.role.Role`."""
 
-    def __init__(self, ctx: RoleContext, own: Own | None = None) -> None:
+    def __init__(self, ctx: RoleContext, own: ExternalModel | None = None) -> None:
         assert ctx.run is not None
         assert ctx.services is not None
         self._ctx, self._own = ctx, own
@@ -51,7 +51,7 @@ class StageMember:
         self._placing = self._services.placing()
         self._held: dict[int, _Held] = {}  # by stage, in the order in which they were entered
         self._entered = Signal()  # a post is there
-        self._moving = Relocating(ctx, self._services, self._placing, self)
+        self._moving = StageMove(ctx, self._services, self._placing, self)
         self._moves = trio.CancelScope()
         self._nursery: trio.Nursery | None = None
 
@@ -164,7 +164,7 @@ class StageMember:
         """The stage to serve, by need; of a run of one stage that one."""
         if not self._is_free:
             return 0
-        has = await Saving(self._ctx, self._services.fingerprint).stages(self._run.pipeline.stages)
+        has = await StageCheckpoints(self._ctx, self._services.fingerprint).stages(self._run.pipeline.stages)
         stage, why = await self._placing.choose(self._arrived_at, has, self._planned)
         self._ctx.log.event("stage.chosen", stage=stage, why=why)
         return stage

@@ -23,7 +23,7 @@ from peerd.core.model.stage_memory import StageFootprint
 from peerd.core.run.runfile import RunFile
 from peerd.machine.rebalance.ordered_moves import AGAIN_S
 from peerd.role import RoleContext
-from peerd.service.conductor.placing import Placing
+from peerd.service.conductor.placing import StageFinder
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal
 from peerd.training.stage.post import Post
@@ -67,10 +67,10 @@ class _Order:
     why: str
 
 
-class Relocating:
+class StageMove:
     """See the module's header."""
 
-    def __init__(self, ctx: RoleContext, services: RunServices, placing: Placing, member: Movable) -> None:
+    def __init__(self, ctx: RoleContext, services: RunServices, placing: StageFinder, member: Movable) -> None:
         assert ctx.run is not None
         self._ctx, self._services, self._placing, self._member = ctx, services, placing, member
         self._run: RunFile = ctx.run

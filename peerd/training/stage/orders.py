@@ -20,19 +20,23 @@ from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
 from peerd.machine.averaging.stats import explained
 from peerd.role import RoleContext
 from peerd.service.rpc.rpc import Answer, Incoming
-from peerd.training.catchup.step_totals import Leap
+from peerd.training.catchup.step_totals import StepTotal
 from peerd.training.helper_rounds import HelperRounds
-from peerd.training.stage.averaging import Rounds, SumAbsent, Total
+from peerd.training.stage.averaging import AveragingRounds, SumAbsent, Total
 from peerd.training.stage.post_state import PostState
-from peerd.training.stage.serving import Serving
+from peerd.training.stage.serving import ServingCalls
 
-Stepped = Callable[[Position, Leap, int], None]  # position before, leap for others, number of our microbatches in it
+Stepped = Callable[
+    [Position, StepTotal, int], None
+]  # position before, leap for others, number of our microbatches in it
 
 
 class PostOrders:
     """The orders to one post. `counted` and `digest`: of the last sum that was prepared or stepped with."""
 
-    def __init__(self, ctx: RoleContext, state: PostState, rounds: Rounds, serving: Serving, coding: Worker) -> None:
+    def __init__(
+        self, ctx: RoleContext, state: PostState, rounds: AveragingRounds, serving: ServingCalls, coding: Worker
+    ) -> None:
         self._ctx = ctx
         self._helper = HelperRounds(ctx, coding)  # while this peer rests
         self._state, self._rounds, self._serving = state, rounds, serving

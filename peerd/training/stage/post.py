@@ -31,20 +31,20 @@ from peerd.role import RoleContext
 from peerd.service.pipeline.stage_calls import StageHandlers
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.run_services import RunServices
-from peerd.training.catchup.catch_up import CatchingUp
-from peerd.training.catchup.step_totals import Leap
-from peerd.training.checkpoints.checkpoint_recovery import Recalling
+from peerd.training.catchup.catch_up import CatchUp
+from peerd.training.catchup.step_totals import StepTotal
+from peerd.training.checkpoints.checkpoint_recovery import CheckpointRecovery
 from peerd.training.checkpoints.evidence_store import EvidenceStore
-from peerd.training.checkpoints.stage_checkpoints import Saving
+from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.training.stage.admissions import Admissions
 from peerd.training.stage.announcement import announce_now_and_then
-from peerd.training.stage.averaging import Rounds
-from peerd.training.stage.external_model import Own
+from peerd.training.stage.averaging import AveragingRounds
+from peerd.training.stage.external_model import ExternalModel
 from peerd.training.stage.handover import HandOver
 from peerd.training.stage.line_info import rest_text
 from peerd.training.stage.orders import PostOrders
 from peerd.training.stage.post_state import PostState
-from peerd.training.stage.serving import Serving
+from peerd.training.stage.serving import ServingCalls
 from peerd.training.stage.session import ConductorSession, Holdings, PostReport
 from peerd.training.stage_works import stage_works
 
@@ -57,7 +57,7 @@ _SLOW_DISK_BYTES_PER_S: Final = 10e6  # beside what its bytes may take
 class Post:
     """See the module's header. `stepped` is called after each step with the number of this post's samples in it."""
 
-    def __init__(self, ctx: RoleContext, services: RunServices, stage: int, own: Own | None = None) -> None:
+    def __init__(self, ctx: RoleContext, services: RunServices, stage: int, own: ExternalModel | None = None) -> None:
         assert ctx.run is not None
         self.stage = stage
         self.stepped: Callable[[int], None] = lambda samples: None
@@ -66,18 +66,18 @@ class Post:
         self._run: RunFile = ctx.run
         self._following, self._conducting = services.following, services.conducting
         self._coding = ctx.worker("coding")
-        self.saving = Saving(ctx, services.fingerprint)
+        self.saving = StageCheckpoints(ctx, services.fingerprint)
         self.state = PostState(ctx, stage, self.saving, own)
         self.session = ConductorSession(services, stage, self)
         every = ctx.run.evaluate.every_steps
         self.admissions = Admissions(services.fingerprint, lambda: self._following.conductor, every)
         ctx.host.book.members_by(self.admissions.has_helped)
-        self.serving = Serving(ctx, ctx.run, self)
+        self.serving = ServingCalls(ctx, ctx.run, self)
         self.handover = HandOver(ctx, services, self, self.serving)
-        self._rounds = Rounds(ctx.run, services, self._coding, ctx.host.id)
+        self._rounds = AveragingRounds(ctx.run, services, self._coding, ctx.host.id)
         self.orders = PostOrders(ctx, self.state, self._rounds, self.serving, self._coding)
-        self.catching_up = CatchingUp(ctx, services, self._coding, self.state, self.session)
-        self._recalling = Recalling(ctx, services, self.saving, self.state, self.session)
+        self.catching_up = CatchUp(ctx, services, self._coding, self.state, self.session)
+        self._recalling = CheckpointRecovery(ctx, services, self.saving, self.state, self.session)
         self._store = EvidenceStore(ctx, services, lambda: self.saving.positions)
         self.state.arrived, self.orders.stepped = self._arrived, self._made_step
         self.state.restored = self._restored
@@ -331,7 +331,7 @@ class Post:
                 await self.saving.written()
             self.saving.hold(position)
 
-    def _made_step(self, before: Position, leap: Leap, counted: int) -> None:
+    def _made_step(self, before: Position, leap: StepTotal, counted: int) -> None:
         self.catching_up.keep(before, leap)
         self._services.proofs.evidence.stepped(leap.target, self._following.established)
         facts = {"stage": self.stage, "step": leap.target.step, "digest": self.orders.digest.hex()[:16]}
@@ -341,7 +341,7 @@ class Post:
     # --- towards the conductor --------------------------------------------------------------------------------
 
     def report(self, whole: bool) -> PostReport:
-        """See `session.Reporting`."""
+        """See `session.ReportingPost`."""
         orders, model, seen = self.orders, self.state.model, self._services.proofs.evidence.seen
         return PostReport(
             line=self._rounds.line(),
@@ -357,7 +357,7 @@ class Post:
         return PostLoad(min(load.rate, 1e9), load.busy, min(load.queue, MICROBATCHES), self.moves_to is not None)
 
     def heard(self, answer: MemberAnswer, stated: Position) -> None:
-        """See `session.Reporting`."""
+        """See `session.ReportingPost`."""
         self.admissions.follow(self._following.conductor)
         self.handover.note_members(self.members)
         self._rounds.call_off_unless_of(self._following.conductor)

@@ -34,10 +34,10 @@ from peerd.machine.swarm.roster import START
 from peerd.role import RoleContext
 from peerd.signals import Signal
 from peerd.training.catchup.catch_up import Elsewhere
-from peerd.training.catchup.step_totals import Leap
-from peerd.training.checkpoints.stage_checkpoints import Saving
+from peerd.training.catchup.step_totals import StepTotal
+from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.training.stage.averaging import Total
-from peerd.training.stage.external_model import Own
+from peerd.training.stage.external_model import ExternalModel
 
 T = TypeVar("T")
 
@@ -45,7 +45,9 @@ T = TypeVar("T")
 class PostState:
     """The state of one post. `own`: a user's model in place of a stage of the run's."""
 
-    def __init__(self, ctx: RoleContext, stage: int, saving: Saving, own: Own | None = None) -> None:
+    def __init__(
+        self, ctx: RoleContext, stage: int, saving: StageCheckpoints, own: ExternalModel | None = None
+    ) -> None:
         assert ctx.run is not None
         self._ctx, self._saving, self._own = ctx, saving, own
         self._run: RunFile = ctx.run
@@ -191,7 +193,7 @@ class PostState:
         self._arrive(target, anew=True)
         self.restored(before, target)
 
-    async def step(self, target: Position, total: Total) -> Leap:
+    async def step(self, target: Position, total: Total) -> StepTotal:
         """Make the optimizer step to `target`; returns the leap that others make it by. `arrive` comes after it."""
         model, samples = self.model, self._run.batch.target_samples
         async with self._changing():
@@ -224,7 +226,7 @@ class PostState:
         """Go from `before` to `position` with a state from others; ValueError when it does not fit."""
         await self._catch_up(before, position, lambda: self.model.load(state), "load the downloaded state")
 
-    async def step_on(self, before: Position, leap: Leap) -> None:
+    async def step_on(self, before: Position, leap: StepTotal) -> None:
         """Make the optimizer step that others made; ValueError when it does not fit."""
         step = partial(leap.make, self.model, self._run.batch.target_samples)
         await self._catch_up(before, leap.target, step, "step as the others did")

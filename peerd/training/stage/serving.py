@@ -24,7 +24,7 @@ import trio
 from msgspec import structs
 
 from peerd.compute.model.footprint import lacking_for_call
-from peerd.compute.model.kept_graph import Graph
+from peerd.compute.model.kept_graph import KeptGraph
 from peerd.compute.model.served_stage import ServedStage, StageOutcome, Stale
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import NoMemory, NotFiniteHere, Overloaded, PeerdError, ProtocolViolation, Refused
@@ -54,7 +54,7 @@ class Made:
     loss_sum: float  # over the samples, of the last stage's backward
     service_s: float  # of computing
     frames: tuple[TensorFrame, ...]
-    graph: Graph | None = None  # of an output, where it is kept for the backward
+    graph: KeptGraph | None = None  # of an output, where it is kept for the backward
 
 
 class StagePlace(Protocol):
@@ -81,7 +81,7 @@ class StagePlace(Protocol):
         ...
 
 
-class Serving:
+class ServingCalls:
     """Answers `forward`, `loss` and `backward`, once `boundary` runs. `closing`: this step's sum is being averaged."""
 
     def __init__(self, ctx: RoleContext, run: RunFile, place: StagePlace) -> None:
@@ -163,7 +163,7 @@ class Serving:
         frames: Sequence[TensorFrame],
         admitted: Iterable[int] = (),
         line_bytes_per_s: float = 0.0,
-        graph: Graph | None = None,
+        graph: KeptGraph | None = None,
     ) -> Made:
         """The gradient of the input, once the microbatch counts here. `frames`: the input; the output's gradient, or
         the targets. `admitted`: the trainer's numbers that count. `graph`: of the output. A repeat gets what was kept.

@@ -1,6 +1,6 @@
 """Session of a post with the conductor: reports the post's position and holdings, takes the swarm's position.
 
-Of members and helpers alike: only their reports differ (`Reporting`). A report that has nothing new waits at the
+Of members and helpers alike: only their reports differ (`ReportingPost`). A report that has nothing new waits at the
 conductor until there is news. Whole reports are made to a conductor that is new, that asks for one, and whenever
 `tell` was called; otherwise the last whole report still holds. Invariant: an answer is taken only for the report that
 it answers.
@@ -47,7 +47,7 @@ class PostReport:
     holdings: Holdings | None = None
 
 
-class Reporting(Protocol):
+class ReportingPost(Protocol):
     """The post, as its session needs it."""
 
     def report(self, whole: bool) -> PostReport:
@@ -62,7 +62,7 @@ class Reporting(Protocol):
 class ConductorSession:
     """The session of one post. `members`: all of the swarm, as the conductor listed them last."""
 
-    def __init__(self, services: RunServices, stage: int, post: Reporting) -> None:
+    def __init__(self, services: RunServices, stage: int, post: ReportingPost) -> None:
         self.stage, self.id = stage, int.from_bytes(services.clock.secure_bytes(6), "big")
         self.since = services.clock.wall()  # when the post began
         self.members: list[MemberInfo] = []

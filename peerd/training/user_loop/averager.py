@@ -29,10 +29,10 @@ from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
 from peerd.service.run_offer import SIGNATURE_FILE, RunOffer, own_signature
 from peerd.training.contributor import Contributor
-from peerd.training.stage.external_model import Own
+from peerd.training.stage.external_model import ExternalModel
 from peerd.training.stage.member import StageMember
 from peerd.training.stage.post import Post
-from peerd.training.user_loop.handoff import Desk, HandedIn
+from peerd.training.user_loop.handoff import GradientHandoff, HandedGradient
 
 _SETTINGS_S: Final = 3.0  # between two looks at others' settings before the first step
 
@@ -47,7 +47,7 @@ class UserPart:
     """The user's side of the role: its model, desk and settings, and the role at work."""
 
     model: UserModel
-    desk: Desk
+    desk: GradientHandoff
     min_peers: int  # that must be there before the first step
     saves: bool
     role: AveragerRole | None = None  # the one at work
@@ -69,7 +69,7 @@ class AveragerRole:
         self._samples, self._min_peers = ctx.run.pipeline.microbatch, part.min_peers
         assert ctx.services is not None
         self._services = ctx.services
-        self._member = StageMember(ctx, Own(part.model, self._changing, part.saves))
+        self._member = StageMember(ctx, ExternalModel(part.model, self._changing, part.saves))
         self._contributor: Contributor[UserTurn] = Contributor(ctx, self._services, self)
         self._worker = ctx.worker(ctx.device)
         self._ready = 0  # members at the swarm's position
@@ -191,7 +191,7 @@ class AveragerRole:
         assert post is not None
         return post
 
-    async def _add(self, step: int, mb: Mb, handed_in: HandedIn) -> bool:
+    async def _add(self, step: int, mb: Mb, handed_in: HandedGradient) -> bool:
         add = partial(self._model.add, step, mb, handed_in.gradients, handed_in.samples)
         try:
             added = await self._worker.run(add, name="add")

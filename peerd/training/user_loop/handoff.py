@@ -27,7 +27,7 @@ Gradients = list[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class HandedIn:
+class HandedGradient:
     """One gradient of the user's: the mean over `samples` samples."""
 
     gradients: Gradients
@@ -36,21 +36,21 @@ class HandedIn:
 
 
 @dataclass(slots=True)
-class DeskCounts:
+class HandoffCounts:
     """Counts of gradients that did not count, by reason."""
 
     late: int = 0  # the swarm had gone on without them
     not_finite: int = 0
 
 
-class Desk:
+class GradientHandoff:
     """The desk of one user. `patience_s`: the time that a change of the parameters waits for the user to come in.
 
     `delay`: the number of steps that a gradient's parameters may be older than the step that it counts in.
     """
 
     def __init__(self, patience_s: float, delay: int = 0) -> None:
-        self.counts = DeskCounts()
+        self.counts = HandoffCounts()
         self.told: Callable[[], None] = lambda: None  # called on the loop when the user has come in
         self._patience_s = patience_s
         self._delay = delay
@@ -59,7 +59,7 @@ class Desk:
         self._stays = False
         self._changing = self._reading = False
         self._granted: Position | None = None
-        self._pending: HandedIn | None = None
+        self._pending: HandedGradient | None = None
         self._moved = Signal()
         self._turn = trio.Lock()
         self._leavers: list[threading.Event] = []
@@ -103,7 +103,7 @@ class Desk:
         self._moved.notify()
 
     @asynccontextmanager
-    async def gradients(self, origins: Callable[[], list[Position]], step: int) -> AsyncIterator[HandedIn]:
+    async def gradients(self, origins: Callable[[], list[Position]], step: int) -> AsyncIterator[HandedGradient]:
         """A gradient computed with parameters that are good for `step`; the user stays inside until the block ends.
 
         `origins`: the parameters' position now, and then others that a gradient may be of. Waits for as long as they
@@ -118,7 +118,7 @@ class Desk:
                 self._reading = False
                 self._let_leave()
 
-    async def _fetch(self, origins: Callable[[], list[Position]], step: int) -> HandedIn:
+    async def _fetch(self, origins: Callable[[], list[Position]], step: int) -> HandedGradient:
         while True:
             good = [p for p in origins() if 0 <= step - p.step <= self._delay]
             here = origins()[0]
@@ -150,7 +150,7 @@ class Desk:
             self.look_again()
 
     def _come_in(self, gradients: Gradients, samples: int) -> None:
-        self._pending = HandedIn(gradients, samples, self._granted)
+        self._pending = HandedGradient(gradients, samples, self._granted)
         self._inside, self._granted = True, None
         self.told()
         self.look_again()

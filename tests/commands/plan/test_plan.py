@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from peerd.cli import invoke
-from peerd.commands.plan.plan_report import Planned, names_of
+from peerd.commands.plan.plan_report import SolvedPlan, names_of
 from peerd.machine.placement.problem import Network, PlacementProblem, PlanDevice, StagePlacement, StageWork
 from peerd.machine.placement.search import cost_of
 
@@ -103,12 +103,12 @@ def test_a_placement_that_is_written_can_be_begun_from_and_nobody_moves_for_noth
     assert "2 devices would move" in words
 
 
-def planned(names: list[str], place: str = "") -> Planned:
+def planned(names: list[str], place: str = "") -> SolvedPlan:
     devices = tuple(PlanDevice(name, place=place) for name in names)
     network = Network(np.zeros((len(names),) * 2), np.ones((len(names),) * 2))
     problem = PlacementProblem(devices, network, (StageWork(1.0, 1.0),))
     placement = StagePlacement((0,) * len(names))
-    return Planned("links.yaml", problem, placement, cost_of(problem, placement), 0, 1.0, False, False, [])
+    return SolvedPlan("links.yaml", problem, placement, cost_of(problem, placement), 0, 1.0, False, False, [])
 
 
 def test_names_that_count_on_are_told_in_one_and_many_by_their_place() -> None:
@@ -257,8 +257,8 @@ def test_ctrl_c_ends_the_search_with_the_best_so_far() -> None:
     """The signal comes while the search asks for the time, so that it is under way."""
     code = (
         "import os, signal, sys\n"
-        "from peerd.commands.plan import placing\n"
-        "clock = placing.SearchWatch.clock\n"
+        "from peerd.commands.plan import plan_search\n"
+        "clock = plan_search.SearchWatch.clock\n"
         "def stopped(watch):\n"
         "    if not watch.stopped and clock(watch) - watch.began > 0.2: os.kill(os.getpid(), signal.SIGINT)\n"
         "    return clock(watch)\n"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from peerd.compute.codec import frames
-from peerd.compute.codec.frames import Encoding, begin, decode, encode, sample_of
+from peerd.compute.codec.frames import FrameEncoder, begin, decode, encode, sample_of
 from peerd.compute.codec.layout import NotFinite
 from peerd.compute.codec.policy import CodingPlan
 from peerd.compute.kernels import reference, tables
@@ -67,7 +67,7 @@ def test_a_tensor_made_in_chunks_is_the_same_as_one_made_whole(
         encode_header(encoding.frame())
 
 
-def assert_made_in_chunks(plan: CodingPlan, tensor: Tensor) -> Encoding:
+def assert_made_in_chunks(plan: CodingPlan, tensor: Tensor) -> FrameEncoder:
     encoding = begin(tensor, plan)
     prefixes = [(encoding.ready_bytes, bytes(encoding.payload[: encoding.ready_bytes]))]
     while not encoding.done:

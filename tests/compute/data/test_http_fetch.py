@@ -23,7 +23,7 @@ from peerd.compute.data.http_fetch import (
     READ_TIMEOUT_S,
     SLOWEST_BYTES_PER_S,
     DataUnavailable,
-    Downloader,
+    HttpFetcher,
     Wanted,
     _Redirects,
 )
@@ -84,7 +84,7 @@ class Server:
 
     def fetch(self, wanted: Wanted = WANTED) -> bytes:
         sink = io.BytesIO()
-        Downloader(self, lambda: self.now, self.waited.append).fetch(URL, wanted, sink)
+        HttpFetcher(self, lambda: self.now, self.waited.append).fetch(URL, wanted, sink)
         return sink.getvalue()
 
 
@@ -105,7 +105,7 @@ def test_it_reads_in_turn_and_no_more_than_it_may() -> None:
 
     server = Server([BODY[at : at + 512] for at in range(0, len(BODY), 512)])
     sink = io.BytesIO()
-    Downloader(server, lambda: server.now, server.waited.append, in_turn).fetch(URL, WANTED, sink)
+    HttpFetcher(server, lambda: server.now, server.waited.append, in_turn).fetch(URL, WANTED, sink)
     assert sink.getvalue() == BODY
     assert asked == [CHUNK_BYTES] * (len(BODY) // 512 + 1)
     assert server.waited == []  # a turn that comes late is not the server's fault
@@ -192,7 +192,7 @@ def test_a_full_disk_is_no_reason_to_ask_the_server_again() -> None:
 
     server = Server([BODY])
     with pytest.raises(ConfigError, match=r"/cache/x.part: cannot be written: No space left on device"):
-        Downloader(server, lambda: 0.0, server.waited.append).fetch(URL, WANTED, Full())
+        HttpFetcher(server, lambda: 0.0, server.waited.append).fetch(URL, WANTED, Full())
     assert not server.waited
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from peerd.compute.data.http_fetch import DataUnavailable, Downloader, Wanted
+from peerd.compute.data.http_fetch import DataUnavailable, HttpFetcher, Wanted
 from peerd.compute.data.public_connection import public_addresses
 from peerd.core.errors import ConfigError
 from peerd.core.run.public_ip import host_fault, is_public
@@ -52,7 +52,7 @@ class Internet:
 
     def fetch(self, url: str) -> bytes:
         sink = io.BytesIO()
-        Downloader(pause=lambda _: None, public_only=True).fetch(url, WANTED, sink)
+        HttpFetcher(pause=lambda _: None, public_only=True).fetch(url, WANTED, sink)
         return sink.getvalue()
 
 
@@ -134,7 +134,7 @@ def test_a_proxy_is_asked_for_the_address_that_was_checked(internet: Internet, m
 
 def test_without_that_restriction_a_private_address_is_the_users_own_word(internet: Internet) -> None:
     sink = io.BytesIO()
-    Downloader(pause=lambda _: None).fetch(f"https://{NAME}/a.txt", WANTED, sink)
+    HttpFetcher(pause=lambda _: None).fetch(f"https://{NAME}/a.txt", WANTED, sink)
     assert sink.getvalue() == b"text"
 
 

@@ -17,7 +17,7 @@ from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.local_network import LocalExperts
 from peerd.compute.experts.trunk import TrunkModule
 from peerd.compute.export.experts import ExportedExperts, fault_of
-from peerd.compute.export.export import Exported, ExportWish, export
+from peerd.compute.export.export import Exported, ExportRequest, export
 from peerd.compute.export.folder import CONFIG, read_config
 from peerd.compute.export.loaded_model import Style, load_export, write_text
 from peerd.core.errors import ConfigError
@@ -68,7 +68,7 @@ class Swarm:
         return path
 
     def exported(self, out: str = "out") -> Exported:
-        return export(ExportWish(root=self.root, out=self.root.parent / out, experts=saved_experts))
+        return export(ExportRequest(root=self.root, out=self.root.parent / out, experts=saved_experts))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> float:
         """The sum over samples, as a trainer computes it."""

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from peerd.compute.export.export import Exported, ExportWish, export
+from peerd.compute.export.export import Exported, ExportRequest, export
 from peerd.compute.export.loaded_model import load_export
 from peerd.compute.user_code import find_function
 from peerd.core.errors import ConfigError, PeerdError
@@ -19,7 +19,7 @@ from tests.kit.exporting import logits, make_run, save, save_all, stages_of
 
 
 def exported(root: Path, **wish: object) -> Exported:
-    return export(ExportWish(root=root, out=root.parent / "out", **wish))  # type: ignore[arg-type]
+    return export(ExportRequest(root=root, out=root.parent / "out", **wish))  # type: ignore[arg-type]
 
 
 def refusal(root: Path, **wish: object) -> str:
@@ -51,7 +51,7 @@ def test_one_peers_folder_is_enough_where_it_has_all_stages(tmp_path: Path) -> N
     tokens = torch.randint(0, 256, (1, 12))
     for name, folder in enumerate((peer.parent, peer, peer / "checkpoints", peer / "checkpoints/out/stage-0")):
         out = tmp_path / str(name)
-        assert export(ExportWish(root=folder, out=out)).config.step == 3
+        assert export(ExportRequest(root=folder, out=out)).config.step == 3
         assert torch.equal(load_export(out).model(tokens), logits(stages, tokens))
 
 

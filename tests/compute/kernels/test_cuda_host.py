@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peerd.compute.kernels import cuda, driver, nvrtc, ops, reference
+from peerd.compute.kernels import cuda, gpu_device, nvrtc, ops, reference
 from peerd.core.blockwise import BLOCKS
 from tests.kit.blockwise_cases import DTYPES, NAMES, normal, same_bits
 from tests.kit.cuda_shim import Emulated, emulated
@@ -292,9 +292,9 @@ def test_a_machine_without_gpu_or_driver_or_compiler_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "serve NVIDIA GPUs that torch sees, and cpu is none" in cuda.why_not("cpu")
-    monkeypatch.setattr(driver, "NAMES", ("libnone.so.1",))
-    with pytest.raises(driver.DriverError, match=r"the NVIDIA driver \(libnone.so.1\) was not found"):
-        driver.load()
+    monkeypatch.setattr(gpu_device, "NAMES", ("libnone.so.1",))
+    with pytest.raises(gpu_device.DriverError, match=r"the NVIDIA driver \(libnone.so.1\) was not found"):
+        gpu_device.load()
     with pytest.raises(nvrtc.NvrtcError, match="the compiler that torch's CUDA builds bring, was not found"):
         nvrtc.load([tmp_path], [99])
     (tmp_path / "libnvrtc.so.99").write_bytes(b"no library")

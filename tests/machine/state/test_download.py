@@ -15,7 +15,7 @@ from peerd.core.limits import STATE_DONORS
 from peerd.core.messages.swarm import Position
 from peerd.machine.state import download_events as dl
 from peerd.machine.state.download import Download
-from peerd.machine.state.quorum import GATHER_S, PATIENCE_S, Claim, Poll, camps
+from peerd.machine.state.quorum import GATHER_S, PATIENCE_S, Claim, StateQuorum, camps
 
 TRUTH = Claim(Position(7, b"x"), b"t" * 32)
 OTHER = Claim(Position(7, b"x"), b"o" * 32)
@@ -170,7 +170,7 @@ def test_the_largest_camp_is_the_best_then_the_newest_then_the_greatest_root() -
 
 
 def test_a_camp_that_cannot_be_beaten_is_chosen_at_once() -> None:
-    poll = Poll(0.0)
+    poll = StateQuorum(0.0)
     assert poll.decide(0.0, {"a": TRUTH}, 2).camp is None
     assert poll.decide(0.1, {"a": TRUTH, "b": TRUTH}, 2).camp is None
     chosen = poll.decide(0.2, {"a": TRUTH, "b": TRUTH}, 1).camp
@@ -179,12 +179,12 @@ def test_a_camp_that_cannot_be_beaten_is_chosen_at_once() -> None:
 
 
 def test_silent_donors_are_waited_for_only_so_long() -> None:
-    poll = Poll(0.0)
+    poll = StateQuorum(0.0)
     claims = {"a": TRUTH, "b": TRUTH}
     assert poll.decide(1.0, claims, 5).camp is None
     assert poll.due == 1.0 + GATHER_S
     assert poll.decide(1.0 + GATHER_S, claims, 5).camp is not None
-    alone = Poll(0.0)
+    alone = StateQuorum(0.0)
     assert alone.decide(11.0, {"a": TRUTH}, 1).camp is None
     assert alone.due == PATIENCE_S
     assert alone.decide(PATIENCE_S, {"a": TRUTH}, 1).camp is not None

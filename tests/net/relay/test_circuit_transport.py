@@ -16,7 +16,7 @@ from peerd.core.errors import ConfigError, ProtocolViolation, Refused, Unreachab
 from peerd.core.ids import PeerId
 from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Promise, Status, StopKind, StopMessage
 from peerd.core.protobuf.voucher import Voucher
-from peerd.machine.connectivity.path_selection import Way
+from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.connectivity.relay import RelayConfig
 from peerd.net.host.host import Host, HostConfig
 from peerd.net.host.link_table import LinkLimits, PeerDown
@@ -109,7 +109,7 @@ async def test_a_peer_behind_a_relay_is_reached_and_both_know_the_way(autojump_c
         assert await ask(a.host, b.host, data) == data
         (near,) = [link for link in a.host.links if link.peer == b.host.id]
         (far,) = [link for link in b.host.links if link.peer == a.host.id]
-        assert (near.way, far.way) == (Way.RELAYED, Way.RELAYED)
+        assert (near.way, far.way) == (PathKind.RELAYED, PathKind.RELAYED)
         assert (near.remote, far.remote) == (addr, addr)
         assert service.traffic().circuits == 1
         assert service.traffic().carried_bytes > 2 * len(data)
@@ -301,9 +301,9 @@ async def test_a_relay_that_brings_another_than_it_says_brings_nobody(autojump_c
         liar = await relay.open_stream(b.host.id, STOP)
         await send_message(liar, StopMessage(kind=StopKind.CONNECT, peer=keypair("x").peer_id).encode())
         assert StopMessage.decode(await receive_message(liar, limits.CIRCUIT_MESSAGE_BYTES)).status == Status.OK
-        await relay.join(CircuitLink(liar, circuit_addr(None, relay.id), None), Way.RELAYED, initiator=True)
+        await relay.join(CircuitLink(liar, circuit_addr(None, relay.id), None), PathKind.RELAYED, initiator=True)
         await trio.sleep(1)
-        assert [link.way for link in b.host.links if link.peer == relay.id] != [Way.RELAYED]
+        assert [link.way for link in b.host.links if link.peer == relay.id] != [PathKind.RELAYED]
         assert len(b.host.links) == len(relay.links) == 1
 
 

@@ -22,7 +22,7 @@ from peerd.core.limits import RPC_OUTBOX_BYTES
 from peerd.core.messages.encoding import Empty
 from peerd.core.messages.swarm import AverageKey
 from peerd.machine.averaging.allreduce import AveragingPlan, RoundFailed
-from peerd.service.averaging.allreduce import METHOD, Averaging, PartCoder, PlainParts, Vector
+from peerd.service.averaging.allreduce import METHOD, AllReduceService, PartCoder, PlainParts, Vector
 from peerd.service.rpc.rpc import Rpc
 from tests.worlds.machines.fakehost import FakeNet, TrioClock, fake_net
 from tests.worlds.machines.workers import InlineWorker
@@ -34,7 +34,7 @@ T = TypeVar("T")
 class Node:
     id: PeerId
     rpc: Rpc
-    averaging: Averaging
+    averaging: AllReduceService
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def group(count: int) -> AsyncIterator[tuple[FakeNet, list[Node]]]:
             host = net.host(f"peer {i}")
             rpc = Rpc(host, TrioClock())
             await nursery.start(rpc.run)
-            nodes.append(Node(host.id, rpc, Averaging(rpc, host.id)))
+            nodes.append(Node(host.id, rpc, AllReduceService(rpc, host.id)))
         yield net, sorted(nodes, key=lambda node: node.id.text)
         nursery.cancel_scope.cancel()
 

@@ -16,7 +16,7 @@ from peerd.machine.network.network_map import PairView
 from peerd.machine.placement.problem import PlacementProblem, StageWork
 from peerd.machine.rebalance.loads import PeerLoad
 from peerd.service.conductor import replanning
-from peerd.service.conductor.replanning import Replanning
+from peerd.service.conductor.replanning import Replanner
 from tests.worlds.machines.workers import InlineWorker
 
 STAGES = [StageWork(4e6, 1e5, 1e12)] * 2
@@ -39,7 +39,7 @@ async def planned(monkeypatch: pytest.MonkeyPatch, loads: Sequence[PeerLoad]) ->
     driver: Any = SimpleNamespace(tenure=SimpleNamespace(machine=machine, network=network))
     clock: Any = SimpleNamespace(rng=Random)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(Replanning(driver, clock, STAGES, 64, InlineWorker()).run)
+        nursery.start_soon(Replanner(driver, clock, STAGES, 64, InlineWorker()).run)
         await trio.sleep(30)
         nursery.cancel_scope.cancel()
     (problem,) = found

@@ -14,14 +14,14 @@ from peerd.machine.connectivity.reachability import Kind
 from peerd.net.host.host import Host
 from peerd.net.link.delimited import receive_message, send_message
 from peerd.net.link.stream import Stream
-from peerd.service.connectivity.autonat import Reach
+from peerd.service.connectivity.autonat import AutoNat
 from peerd.sim import nat as sim
 from tests.worlds.network.internet import PORT, internet
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 
 
-async def verdict(reach: Reach) -> tuple[Kind, float]:
+async def verdict(reach: AutoNat) -> tuple[Kind, float]:
     """The first verdict, and after how many seconds it came."""
     began, told = trio.current_time(), trio.Event()
     reach.on_change(lambda finding: told.set() if finding.kind != Kind.UNKNOWN else None)

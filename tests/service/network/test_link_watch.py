@@ -22,7 +22,7 @@ from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.network.pair_meter import OwnLine
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.net.host.host import Host
-from peerd.service.conductor.grants import Granting
+from peerd.service.conductor.grants import GrantSigner
 from peerd.service.conductor.network_desk import FILLED_PEERS, REPORT_PAUSE_S, NetworkDesk
 from peerd.service.conductor.tenure import Tenure
 from peerd.service.network.link_watch import LinkWatch, ReadMap
@@ -97,7 +97,7 @@ def pairs_of(read: ReadMap) -> dict[tuple[str, str], MappedPair]:
 @asynccontextmanager
 async def swarm() -> AsyncIterator[Swarm]:
     machine = Conductor(ConductorConfig(stages=1, microbatches=1), random.Random(1), trio.current_time())
-    tenure = Tenure(1, machine, Granting(RUN, keypair("c").sign), random.Random(2))
+    tenure = Tenure(1, machine, GrantSigner(RUN, keypair("c").sign), random.Random(2))
     async with running_hosts() as hosts:
         driver = SimpleNamespace(tenure=tenure, heard={})
         made = Swarm(hosts, tenure, driver)

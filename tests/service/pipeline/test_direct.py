@@ -17,9 +17,9 @@ from peerd.core.messages.proof import is_ticket_of
 from peerd.core.messages.swarm import Receipt
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.service.pipeline.direct import DirectPipeline
-from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS
-from peerd.service.pipeline.stage_client import TrainerPapers
+from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.rpc.rpc import Answer
 from peerd.sim.clock import SimClock
 from tests.worlds.machines.handing import (
@@ -52,10 +52,10 @@ class Training:
 
     def __init__(self, *names: str) -> None:
         self.peers = Peers()
-        papers = TrainerPapers(OWN, lambda seq: None, TRAINER.sign)
+        papers = TrainerCredentials(OWN, lambda seq: None, TRAINER.sign)
         self.pipeline = DirectPipeline(RUN, self.peers, SimClock(1, "t"), Ways(), papers)  # type: ignore[arg-type]
         self.pipeline.update(members(*(names or ALL)))
-        self.load = Load(frame(SAMPLES, TOKENS), frame(SAMPLES, TOKENS))
+        self.load = Microbatch(frame(SAMPLES, TOKENS), frame(SAMPLES, TOKENS))
 
     async def train(self, seq: int = SEQ) -> list[str]:
         return names(await self.pipeline.train(STEP, seq, self.load))

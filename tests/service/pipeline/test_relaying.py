@@ -14,7 +14,7 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.handover import CarryOn, Pass, Passed, Ticket
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.service.pipeline.next_stage import PASS
-from peerd.service.pipeline.relaying import Relaying
+from peerd.service.pipeline.relaying import TrainerRelay
 from peerd.service.rpc.rpc import Answer, Incoming
 from tests.worlds.machines.handing import GRADIENT, MARK, OWN, RUN, SAMPLES, TOKENS, WIDTH, Peers, frame, peer, ticket
 
@@ -28,7 +28,7 @@ class Relayed:
 
     def __init__(self) -> None:
         self.peers = Peers()
-        self.relaying = Relaying(self.peers, SERVES, MicrobatchShapes(RUN))  # type: ignore[arg-type]
+        self.relaying = TrainerRelay(self.peers, SERVES, MicrobatchShapes(RUN))  # type: ignore[arg-type]
 
     def objection(self, caller: str = "a0", to: str = "a1", stage: int = 1, shown: Ticket = TICKET) -> str:
         body = CarryOn(peer(to), Pass(MARK, stage, OWN, shown, None))

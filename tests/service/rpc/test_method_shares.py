@@ -19,7 +19,7 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STALL_S
 from peerd.core.messages.encoding import Empty, encode
 from peerd.machine.budget.book import BOUNDS, Bounds, Means, shared_out
-from peerd.machine.rpc import codec as wire
+from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.service.peer_stack import PeerStack, peer_stack
 from peerd.service.rpc.rpc import Answer, Incoming

@@ -18,10 +18,10 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LEAST_BYTES_PER_S, RPC_MESSAGE_S, RPC_STEP_BYTES
 from peerd.core.messages.encoding import Empty, encode
 from peerd.machine.budget.book import BOUNDS, Book, Bounds, Means
-from peerd.machine.rpc import codec as wire
-from peerd.machine.rpc.accounting import MethodName
+from peerd.machine.rpc import message_codec as wire
+from peerd.machine.rpc.method_load import MethodName
 from peerd.service.rpc.channel import Channel
-from peerd.service.rpc.loopback import LocalStream, local_pair
+from peerd.service.rpc.loopback import LoopbackStream, local_pair
 from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.rpc.types import RpcStream
@@ -55,7 +55,7 @@ class Scene:
         self.book.check()
         return {means: used for means in Means if (used := self.book.used(means))}
 
-    async def stream(self, name: str) -> LocalStream:
+    async def stream(self, name: str) -> LoopbackStream:
         return await self.net.host(name).open_stream(self.host.id, "/peerd/t/1")
 
     async def honest(self, name: str = "honest") -> Rpc:
@@ -86,7 +86,7 @@ async def ask(rpc: Rpc, peer: PeerId, text: str = "hi", frames: Iterable[TensorF
     return await rpc.call(peer, "t/1/echo", Text(text), Text, frames=tuple(frames), timeout_s=5)
 
 
-async def push(stream: LocalStream, data: bytes) -> None:
+async def push(stream: LoopbackStream, data: bytes) -> None:
     """Send as much as the other side takes."""
     with suppress(Unreachable):
         await stream.send(data)
@@ -203,7 +203,7 @@ async def test_a_message_that_comes_byte_by_byte_is_given_up_and_one_that_keeps_
         slow, drip = await s.stream("slow"), await s.stream("drip")
         whole = call(1, body=encode(Text("x" * (512 << 10))))
 
-        async def trickle(stream: LocalStream, bytes_per_s: int) -> None:
+        async def trickle(stream: LoopbackStream, bytes_per_s: int) -> None:
             for at in range(0, len(whole), bytes_per_s):
                 await stream.send(whole[at : at + bytes_per_s])
                 await trio.sleep(1)
@@ -246,7 +246,7 @@ class Gatekeeper:
         return None
 
 
-async def error_of(stream: LocalStream) -> tuple[int, str]:
+async def error_of(stream: LoopbackStream) -> tuple[int, str]:
     """The call that the next message answers, and how it failed."""
     parser = wire.MessageParser()
     while not (messages := parser.feed(await stream.receive_some(1 << 20))):
@@ -337,7 +337,7 @@ async def test_running_calls_are_bounded_by_peer_over_all_methods_and_streams(au
         assert s.used() == {}
 
 
-class Broken(LocalStream):
+class Broken(LoopbackStream):
     """A stream that fails by an error of ours, in whatever does what `fails` names."""
 
     fails = ""
@@ -400,7 +400,7 @@ async def test_an_error_of_ours_ends_one_stream_and_no_other_call(fails: str, au
         assert any(isinstance(error, LocalError) for _, error in s.host.crashes)
 
 
-async def read_to_the_end(stream: LocalStream) -> None:
+async def read_to_the_end(stream: LoopbackStream) -> None:
     stream.reset()
     while await stream.receive_some(1000):
         pass

@@ -11,7 +11,7 @@ from peerd.core.frame import TensorFrame, encode_header
 from peerd.core.keys import Keypair
 from peerd.core.messages.encoding import encode
 from peerd.machine.budget.book import Means
-from peerd.machine.rpc import codec as wire
+from peerd.machine.rpc import message_codec as wire
 from peerd.net.clock import RealClock
 from peerd.net.host.host import Host
 from peerd.net.tcp.tcp_transport import TcpTransport

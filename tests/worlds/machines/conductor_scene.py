@@ -22,7 +22,7 @@ from peerd.service.conductor.duty import Duty
 from peerd.service.conductor.machine_driver import MachineDriver
 from peerd.service.conductor.orders import ConductingConfig, Reign
 from peerd.service.conductor.reports import Reports
-from peerd.service.conductor.rivals import Reigning
+from peerd.service.conductor.rivals import ConductorClaim
 from peerd.service.rpc.rpc import Incoming
 from peerd.sim.clock import SimClock
 
@@ -74,7 +74,7 @@ class Others:
         self.following = following
         self.terms: dict[PeerId, int] = {}
         self.looks: list[float] = []
-        self.ours: list[Reigning] = []
+        self.ours: list[ConductorClaim] = []
         self.silent: set[PeerId] = set()
 
     async def conducting(self) -> dict[PeerId, Conducts]:
@@ -90,7 +90,7 @@ class Others:
         await trio.lowlevel.checkpoint()
         return peer not in self.silent
 
-    def better(self, ours: Reigning, peer: PeerId, told: Conducts, backing: Backing) -> bool:
+    def better(self, ours: ConductorClaim, peer: PeerId, told: Conducts, backing: Backing) -> bool:
         self.ours.append(ours)
         return told.term > ours.term
 

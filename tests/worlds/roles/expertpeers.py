@@ -26,7 +26,7 @@ from peerd.sim.memory import MemoryTransport
 from peerd.sim.simnet import SimNet
 from peerd.training.expert.adoption import Adoption
 from peerd.training.expert.checkpoints import ExpertCheckpoints
-from peerd.training.expert.sharing import ExpertSharing
+from peerd.training.expert.sharing import ExpertStateSharing
 from tests.kit.expert_runs import expert_run
 from tests.worlds.machines.fake_experts import FakeExpert, FakeHosted
 from tests.worlds.machines.workers import InlineWorker
@@ -110,7 +110,7 @@ class MadeUpHost:
         self.held: set[Uid] = set()  # of which no updates are made
         self.sample_s = 0.0
         if shares:
-            self.sharing = ExpertSharing(ctx, peer.vault, self, self.checkpoints, state_bytes=STATE_BYTES)
+            self.sharing = ExpertStateSharing(ctx, peer.vault, self, self.checkpoints, state_bytes=STATE_BYTES)
             peer.tasks.append(self.sharing.run)
 
     def begin(self, uid: Uid, seed: str = "anew", generation: int = 0) -> FakeExpert:

@@ -19,9 +19,9 @@ from peerd.core.messages.swarm import Grant, GrantStatement, Mb, MemberInfo, Seq
 from peerd.core.run.runfile import BatchSection, ModelSection, PipelineSection, fingerprint
 from peerd.net.host.host import Host
 from peerd.service.pipeline.direct import DirectPipeline
-from peerd.service.pipeline.load import Load
+from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS
-from peerd.service.pipeline.stage_client import TrainerPapers
+from peerd.service.pipeline.stage_client import TrainerCredentials
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.sim.clock import SimClock, run_virtual
 from tests.fuzz.service_scene import RUN, Peer, pinned, start_peer
@@ -141,13 +141,13 @@ class HandScene:
             def doubt(self, peer: Any) -> float:
                 return 0.0
 
-        papers = TrainerPapers(text(trainer), lambda seq: self.granted(trainer), keypair(trainer).sign)
+        papers = TrainerCredentials(text(trainer), lambda seq: self.granted(trainer), keypair(trainer).sign)
         made = DirectPipeline(RUN3, self.rpcs[trainer], SimClock(1, trainer), Ways(), papers)
         made.update([*self.peers["a0"].role.post.members, *self.listed])
         return made
 
-    def load(self, number: int) -> Load:
-        return Load(tokens(number), tokens(number + 1000))
+    def load(self, number: int) -> Microbatch:
+        return Microbatch(tokens(number), tokens(number + 1000))
 
     # --- what came of it ------------------------------------------------------------------------------------------
 

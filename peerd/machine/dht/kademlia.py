@@ -20,9 +20,9 @@ from peerd.machine.budget.book import Book
 from peerd.machine.dht import messages as q
 from peerd.machine.dht.hot_keys import lifetime_s
 from peerd.machine.dht.node_state import KademliaConfig, NodeState
-from peerd.machine.dht.query_pool import Workbench
-from peerd.machine.dht.replication import Handover
-from peerd.machine.dht.requests import Dispatch
+from peerd.machine.dht.query_pool import QueryPool
+from peerd.machine.dht.replication import Replication
+from peerd.machine.dht.requests import PendingRequests
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import Verdict
 
@@ -42,9 +42,9 @@ class Kademlia:
         self.node = NodeState(signer, verifier, config or KademliaConfig(), book)
         self._rng = rng
         self._out: list[q.Output] = []
-        self._dispatch = Dispatch(self.node.id, self.node.neighbours, verifier)
-        self._work = Workbench(self.node, self._dispatch, self._out.append)
-        self._handover = Handover(self.node.id, self.node.config.copies)
+        self._dispatch = PendingRequests(self.node.id, self.node.neighbours, verifier)
+        self._work = QueryPool(self.node, self._dispatch, self._out.append)
+        self._handover = Replication(self.node.id, self.node.config.copies)
         self._upkeep_at = 0.0
         self._join_at = float("inf")  # set when somebody was met
         self._refreshed = False

@@ -36,7 +36,7 @@ from peerd.home import (
     make_private_dir,
     write_atomically,
 )
-from peerd.machine.access.members import MemberRoll
+from peerd.machine.access.members import RunMembers
 
 TOKEN_FILE: Final = "access.token"  # in a peer's data directory, unless the run file names another
 BOOK_DIR: Final = "tokens"  # in the organizer's data directory
@@ -52,7 +52,7 @@ K = TypeVar("K", Token, Revoked)
 # --- a peer's own papers -------------------------------------------------------------------------------------------
 
 
-class PeerPapers:
+class CredentialFiles:
     """One peer's files for one run with tokens: what `service.access` reads again now and then, in threads."""
 
     def __init__(self, run: RunFile, home: Path, own: PeerId) -> None:
@@ -95,9 +95,9 @@ class PeerPapers:
         return found
 
 
-def own_papers(run: RunFile, roles: Sequence[str], home: Path, own: PeerId, now: float) -> PeerPapers:
+def own_papers(run: RunFile, roles: Sequence[str], home: Path, own: PeerId, now: float) -> CredentialFiles:
     """This peer's papers, if they let it take part in `roles`; ConfigError says what to do when they do not."""
-    papers = PeerPapers(run, home, own)
+    papers = CredentialFiles(run, home, own)
     organizer = PeerId.parse(run.access.organizer)
     if run.access.revoked:
         _read(Revoked, Path(run.access.revoked).expanduser())
@@ -107,7 +107,7 @@ def own_papers(run: RunFile, roles: Sequence[str], home: Path, own: PeerId, now:
     advice = _advice(run, wanted, own, papers.token_path)
     if not papers.token_path.exists():
         raise ConfigError(f"run {run.run} takes members by token, and there is none in {papers.token_path}; {advice}")
-    roll = MemberRoll(run.run, organizer, run.pipeline.stages)
+    roll = RunMembers(run.run, organizer, run.pipeline.stages)
     for data in papers.read_revoked():
         with contextlib.suppress(ProtocolViolation):
             roll.learn_revoked(data)
@@ -163,7 +163,7 @@ class TokenGrant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Issued:
+class IssuedToken:
     """One token in the book; times in Unix seconds. `revoked`: when, or None."""
 
     id: str
@@ -188,7 +188,7 @@ class TokenBook:
         self._keypair = organizer
         self._path = self.folder / ISSUED_FILE
 
-    def entries(self) -> list[Issued]:
+    def entries(self) -> list[IssuedToken]:
         """All that were issued, in that order."""
         return list(self._read()[0].values())
 
@@ -196,7 +196,7 @@ class TokenBook:
         """A new token as text, written into the book; ConfigError says what cannot be granted."""
         token = _token(grant, os.urandom(ID_BYTES), int(now))
         text = to_text(Token, seal(token, self._keypair))
-        entry = Issued(
+        entry = IssuedToken(
             id=token.id.hex(),
             run=token.run,
             peer=token.peer.text,
@@ -210,7 +210,7 @@ class TokenBook:
             self._append({key: value for key, value in asdict(entry).items() if key != "revoked"})
         return text
 
-    def revoke(self, wanted: str, now: float) -> Issued:
+    def revoke(self, wanted: str, now: float) -> IssuedToken:
         """Take a token back, by its id or the beginning of it; repeating that changes nothing."""
         with locked(self.folder):
             entries, number = self._read()
@@ -229,7 +229,7 @@ class TokenBook:
             self._publish(entries, number, now)
         return entry
 
-    def _publish(self, entries: dict[str, Issued], number: int, now: float) -> None:
+    def _publish(self, entries: dict[str, IssuedToken], number: int, now: float) -> None:
         ids = sorted(bytes.fromhex(e.id) for e in entries.values() if e.revoked is not None and e.expires > now)
         text = to_text(Revoked, seal(Revoked(number, ids), self._keypair))
         write_atomically(self.folder / REVOKED_FILE, text.encode() + b"\n", mode=0o644)
@@ -243,9 +243,9 @@ class TokenBook:
         except OSError as error:
             raise ConfigError(f"{self._path} can't be written: {error.strerror or error}") from error
 
-    def _read(self) -> tuple[dict[str, Issued], int]:
+    def _read(self) -> tuple[dict[str, IssuedToken], int]:
         """The tokens by id, and how many revocations there were: the number of the newest list."""
-        entries: dict[str, Issued] = {}
+        entries: dict[str, IssuedToken] = {}
         number = 0
         try:
             lines = self._path.read_text("utf-8").splitlines()
@@ -260,7 +260,7 @@ class TokenBook:
                     entries[told["revoke"]] = replace(entries[told["revoke"]], revoked=int(told["at"]))
                     number += 1
                 else:
-                    entries[told["id"]] = Issued(**told)
+                    entries[told["id"]] = IssuedToken(**told)
             except (ValueError, TypeError, KeyError) as error:
                 raise ConfigError(f"{self._path}, line {at}: damaged; mend or remove this line") from error
         return entries, number

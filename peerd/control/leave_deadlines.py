@@ -23,7 +23,7 @@ _LOOK_S: Final = 0.5  # between looks whether a role still writes
 _GOODBYE_S: Final = 2.0  # for roles to end after the last of them has written
 
 
-class Leaving:
+class LeaveDeadlines:
     """Time limits of one process that leaves. `tell` receives the reason for a longer wait, as text for the user."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -50,7 +50,7 @@ class Leaving:
 
 def end_process_after(delay_s: float, code: Callable[[], int], until: Callable[[], float] = lambda: 0.0) -> None:
     """End the process after `delay_s`, as promised to the user that pressed Ctrl+C, even when a job on the device does
-    not end. `until`: as `Leaving.until`.
+    not end. `until`: as `LeaveDeadlines.until`.
     """
 
     def end() -> None:

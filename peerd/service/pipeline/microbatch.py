@@ -11,7 +11,7 @@ from peerd.machine.batch.trainer_ledger import Holding
 
 
 @dataclass(slots=True)
-class Load:
+class Microbatch:
     """One microbatch on its way. Frames: tokens int64 [B, L]; inputs and gradients [B, L, D] between stages.
 
     Inputs and gradients pass the trainer only where it hands them over itself; else it knows who holds what.

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from peerd.screen.frame import Framed, Picture
+from peerd.screen.frame import Framed, FramePicture
 
 RESIZE_S: Final = 0.1  # between two looks at the screen's size
 
@@ -26,7 +26,7 @@ class FullScreen:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._live = Live(Text(""), console=console, screen=True, auto_refresh=False)
-        self._picture: Picture | None = None
+        self._picture: FramePicture | None = None
         self._size = (0, 0)
 
     def __enter__(self) -> FullScreen:
@@ -38,7 +38,7 @@ class FullScreen:
     ) -> None:
         self._live.stop()
 
-    def show(self, picture: Picture) -> None:
+    def show(self, picture: FramePicture) -> None:
         """Draw the picture over the whole screen."""
         self._picture, size = picture, self._now()
         if size != self._size:

@@ -44,7 +44,7 @@ def load() -> ctypes.CDLL:
     raise DriverError("load", f"the NVIDIA driver ({NAMES[0]}) was not found", 0)
 
 
-class Device:
+class GpuDevice:
     """One GPU and its primary context, which torch shares. DriverError when the driver or the GPU does not serve.
 
     `capability` is for instance (9, 0); `processors` is the number of multiprocessors; `cuda` the newest version of

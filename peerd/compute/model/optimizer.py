@@ -1,7 +1,7 @@
 """SGD, AdamW, LAMB and LARS on one flat tensor, and the learning rate by global step.
 
 All parameters of a stage lie in one flat tensor, and so do its gradient and each moment. An update takes one piece of
-them after another, so it needs memory for a piece only. `Layout` says which slice is which parameter. Weight decay
+them after another, so it needs memory for a piece only. `FlatLayout` says which slice is which parameter. Weight decay
 applies to every parameter, as torch's own optimizers do; so AdamW and SGD here give what torch.optim gives, and a test
 holds them to it. LAMB and LARS follow their papers as printed, not the code that came with them: each tensor is a layer
 of its own, gains and other vectors adapt and decay like matrices, and LAMB corrects both moments' bias. Only where a
@@ -26,7 +26,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from peerd.compute.flat import Layout
+from peerd.compute.flat import FlatLayout
 from peerd.core.model.stage_memory import moment_names
 from peerd.core.run.runfile import OptimizerSection
 
@@ -47,7 +47,7 @@ def learning_rate(section: OptimizerSection, step: int) -> float:
 class Optimizer:
     """Turns a flat gradient sum into a new flat parameter tensor; `moments` is its whole state besides the step."""
 
-    def __init__(self, section: OptimizerSection, layout: Layout, like: Tensor) -> None:
+    def __init__(self, section: OptimizerSection, layout: FlatLayout, like: Tensor) -> None:
         """`like`: the flat parameters, for dtype and device."""
         self._section = section
         self._pieces = _pieces(section, layout)
@@ -184,7 +184,7 @@ def lars_scale(weight: Tensor, gradient: Tensor, lr: float, weight_decay: float,
     gradient.mul_(lr * _trust(trust, size, gradient_size))
 
 
-def _pieces(section: OptimizerSection, layout: Layout) -> list[slice]:
+def _pieces(section: OptimizerSection, layout: FlatLayout) -> list[slice]:
     """The pieces of an update, one after the other; single tensors, where the optimizer adapts to each."""
     if section.name in ("lamb", "lars"):
         ends = list(itertools.accumulate(shape.numel() for shape in layout.shapes))

@@ -11,7 +11,7 @@ from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_LANES
 
 
-class CallLane(Protocol):
+class PooledStream(Protocol):
     """A stream that carries calls."""
 
     used: float  # when its last call ended, in trio time
@@ -31,10 +31,10 @@ class CallLane(Protocol):
         ...
 
 
-L = TypeVar("L", bound=CallLane)
+L = TypeVar("L", bound=PooledStream)
 
 
-class Lanes(Generic[L]):
+class StreamPool(Generic[L]):
     """Idle lanes, by peer and protocol."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ What peers say of addresses (their own or others') leads anywhere: to services o
 somebody else's, to hosts that should be flooded. So what is heard is dialed only if it is a literal address that is
 public, of a network that this machine is in, or of the same private block (or of this machine) as the peer that named
 it is connected from: it shows by that that it is there itself. The peer that named it is not always known; then all
-that were ever connected have to be there. Names are dialed from the configuration only. `Restraint` bounds the rest by
+that were ever connected have to be there. Names are dialed from the configuration only. `DialQuota` bounds the rest by
 teller, by target, and in all; a target that answered as the peer it should be costs nothing. Opens nothing. Invariants:
 what the book has of Means.DIALS is what was begun within a minute and has not led to its peer.
 """
@@ -35,7 +35,7 @@ from peerd.core.addr import (
 from peerd.core.errors import ProtocolViolation
 from peerd.core.limits import HEARSAY_TARGET_PER_MINUTE
 from peerd.machine.budget.book import Book, Means, User
-from peerd.machine.connectivity.happy_eyeballs import Surroundings
+from peerd.machine.connectivity.happy_eyeballs import NetworkSurroundings
 from peerd.machine.rate.quota import Quota
 
 _MINUTE_S: Final = 60.0
@@ -59,7 +59,7 @@ def common(ever: Iterable[str]) -> frozenset[str]:
 
 
 @lru_cache(maxsize=64)
-def rule_of(around: Surroundings, blocks: frozenset[str]) -> Callable[[bytes], bool]:
+def rule_of(around: NetworkSurroundings, blocks: frozenset[str]) -> Callable[[bytes], bool]:
     """The rule by which addresses heard from a peer in these private blocks may be dialed, as `may_dial`.
 
     Answers are kept by address, since the DHT names the same ones over and over, and for each rule by itself: `around`
@@ -68,7 +68,7 @@ def rule_of(around: Surroundings, blocks: frozenset[str]) -> Callable[[bytes], b
     return lru_cache(maxsize=2048)(partial(may_dial, around=around, blocks=blocks))
 
 
-def may_dial(raw: bytes, around: Surroundings, blocks: frozenset[str]) -> bool:
+def may_dial(raw: bytes, around: NetworkSurroundings, blocks: frozenset[str]) -> bool:
     """True when an address heard from a peer in these private blocks may be dialed."""
     try:
         addr = normal(decode_addr(raw))
@@ -100,7 +100,7 @@ def _embedded(ip: Ip) -> Ip | None:
     return ipaddress.IPv4Address(ip.packed[-4:]) if ip in _NAT64 else ip.sixtofour
 
 
-def _is_near(ip: Ip, around: Surroundings) -> bool:
+def _is_near(ip: Ip, around: NetworkSurroundings) -> bool:
     if any(ip in network for network in around.networks):
         return True
     homes = [home for addr in around.listening if (home := ip_of(addr)) is not None and home.version == ip.version]
@@ -108,7 +108,7 @@ def _is_near(ip: Ip, around: Surroundings) -> bool:
     return any(ip in ipaddress.ip_network((home, bits), strict=False) for home in homes if not home.is_loopback)
 
 
-class Restraint:
+class DialQuota:
     """Dials of addresses that we only heard of, within a minute."""
 
     def __init__(self, book: Book) -> None:

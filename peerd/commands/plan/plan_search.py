@@ -22,7 +22,7 @@ import numpy as np
 
 from peerd.commands.plan.links_file import LoadedLinks, load_links
 from peerd.commands.plan.placement_file import load_placement
-from peerd.commands.plan.plan_report import Planned
+from peerd.commands.plan.plan_report import SolvedPlan
 from peerd.core.errors import ConfigError
 from peerd.core.model.model_size import StageSize, microbatches
 from peerd.core.run.runfile import RunFile
@@ -42,7 +42,7 @@ _TOLD_S: Final = 0.2  # between two words of progress
 
 
 @dataclass(frozen=True, slots=True)
-class PlanWish:
+class PlanRequest:
     """The command line's wishes for one search."""
 
     links: Path
@@ -54,7 +54,7 @@ class PlanWish:
     horizon_steps: int
 
 
-def find(wish: PlanWish) -> Planned:
+def find(wish: PlanRequest) -> SolvedPlan:
     """Read, search, compare. Raises ConfigError."""
     links = load_links(wish.links)
     problem, state_bytes = problem_of(links, wish)
@@ -74,7 +74,7 @@ def find(wish: PlanWish) -> Planned:
     took_s = time.monotonic() - began
     count = RANDOM if len(problem.devices) <= MANY else RANDOM_OF_MANY
     rng = Random(wish.seed)
-    return Planned(
+    return SolvedPlan(
         links=str(wish.links),
         problem=problem,
         placement=best.placement,
@@ -88,7 +88,7 @@ def find(wish: PlanWish) -> Planned:
     )
 
 
-def problem_of(links: LoadedLinks, wish: PlanWish) -> tuple[PlacementProblem, float]:
+def problem_of(links: LoadedLinks, wish: PlanRequest) -> tuple[PlacementProblem, float]:
     """The problem to solve, and the bytes that a device fetches which takes up another stage."""
     if wish.run is not None:
         path, run, sizes = wish.run

@@ -22,7 +22,7 @@ from peerd.demo.children import Child, Children
 from peerd.demo.expert_scene import ExpertReport, ExpertScene
 from peerd.demo.scene import Scene
 from peerd.demo.screen import Screen, open_screen
-from peerd.demo.setting import DemoWish, prepare
+from peerd.demo.setting import DemoConfig, prepare
 
 LISTEN: Final = "/ip4/127.0.0.1/tcp/0"
 PERIOD_S: Final = 0.4
@@ -34,16 +34,16 @@ PEERS_PER_STAGE: Final = 2
 EXPERT_HOSTS: Final = 4
 IDLE_STEPS: Final = 2  # so long the kill waits for a peer that would lose something
 
-__all__ = ["DemoWish", "run"]
+__all__ = ["DemoConfig", "run"]
 
 
-class Story(ABC):
+class DemoStory(ABC):
     """One demo from the first process to the last step."""
 
     scene: Scene
     peers: str  # what the peers besides backbone and trainer are, in words
 
-    def __init__(self, wish: DemoWish, settings: RunFile, children: Children) -> None:
+    def __init__(self, wish: DemoConfig, settings: RunFile, children: Children) -> None:
         self._wish = wish
         self._run = settings
         self._children = children
@@ -168,12 +168,12 @@ class Story(ABC):
                 everything.cancel()
 
 
-class StageStory(Story):
+class StageStory(DemoStory):
     """A pipeline of stages: the peer whose loss hurts most is killed, and another takes its place."""
 
     peers = "stage peers"
 
-    def __init__(self, wish: DemoWish, settings: RunFile, children: Children) -> None:
+    def __init__(self, wish: DemoConfig, settings: RunFile, children: Children) -> None:
         super().__init__(wish, settings, children)
         self.scene = Scene(*self._sizes)
 
@@ -231,12 +231,12 @@ class StageStory(Story):
         return found.as_json() if self._wish.as_json else "\n" + found.text()
 
 
-class ExpertStory(Story):
+class ExpertStory(DemoStory):
     """Hosts of experts: the one with most of them is killed, and the others take its experts over."""
 
     peers = "hosts of experts"
 
-    def __init__(self, wish: DemoWish, settings: RunFile, children: Children) -> None:
+    def __init__(self, wish: DemoConfig, settings: RunFile, children: Children) -> None:
         super().__init__(wish, settings, children)
         self.scene: ExpertScene = ExpertScene(*self._sizes)
 
@@ -264,7 +264,7 @@ class ExpertStory(Story):
         return found.as_json() if self._wish.as_json else "\n" + found.text()
 
 
-def run(wish: DemoWish) -> int:
+def run(wish: DemoConfig) -> int:
     """The whole demo; its exit code."""
     folder, settings = prepare(wish)
     with Children(folder) as children:

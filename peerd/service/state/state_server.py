@@ -227,7 +227,7 @@ class _Offer:
         return self.frozen, self.by_name
 
 
-class Giving:
+class StateServer:
     """Answers calls for the state of this peer; nothing is given before `offer` or `offer_named`."""
 
     def __init__(self, rpc: Rpc, methods: Methods = STATE) -> None:
