@@ -1,16 +1,18 @@
-"""Resting: the members that contribute no gradients for now, since their lines or devices would hold everybody up.
+"""Resting members: those that contribute no gradients for now, since their line or device would slow everybody down.
 
-At each step's end the conductor compares how long the step took with the model of `machine/averaging/contributors`, and
-asks it who should contribute to the next ones. A member that rests keeps its place: it stays known, it may conduct, it
-sums for the others if it can be reached, and it gets no microbatches and makes no steps. When its gradients are worth
-their time again it catches up like a newcomer. A newcomer whose line is known rests before it has fetched anything.
+After each step the conductor compares the step's duration with the model of `machine/averaging/contributors`, and asks
+the model which members should contribute to the next steps. A resting member remains a member: it stays on the roster,
+it may conduct, and it sums for the others if it can be reached; it gets no microbatches and makes no steps. When its
+gradients are worth their time again, it catches up like a newcomer. A newcomer whose network line is known may rest
+before it has fetched any state.
 
-No contributor rests by one look alone, and no member comes back by one, so figures that vary make nobody come and go. A
-member that is behind, as newcomers are, is weighed by itself and rests at once. What was measured is doubted after a
-while: a member whose line was measured, or whose device was slow, is tried again as soon as the steps made without it
-took many times as long as a try costs, ever more rarely. What a peer states of its line counts until it states
-something else. Where the last contributors of a stage go, those that rest contribute again. Decides only. Figures are
-strangers' word: a liar makes itself rest, or slows the step as it could before.
+A contributor rests only after several comparisons in a row, and returns only after several, so that noise causes no
+changes. A member that is behind, such as a newcomer, is evaluated by itself and rests at once. Measurements are
+distrusted after a while: a member whose line was measured, or whose device was slow, is tried again once the steps made
+without it took many times as long as a trial costs, and less often after each trial. A line that a peer declares counts
+until it declares another. If the last contributors of a stage leave, its resting members contribute again.
+
+Decides only. The figures come from untrusted peers: a liar makes itself rest, or slows the step as it could before.
 """
 
 from __future__ import annotations
@@ -38,18 +40,18 @@ from peerd.machine.swarm.events import ConductorConfig, Note
 from peerd.machine.swarm.posts import peer_of, short
 from peerd.machine.swarm.roster import Roster
 
-_LOOKS_TO_REST = 2  # steps after which a contributor should rest, one after the other, before it does
-_LOOKS_TO_RETURN = 3
-_LEAST_S = 1e-6  # of computing
-_LOOKED_AT = 32  # absent members of a stage at each step
-_TRY_SHARE = 30.0  # a try may cost one part in so many of the time since the last one
-_TRY_LEAST_S = 600.0
-_TRIES_MOST = 6  # doublings of the pause
+_LOOKS_TO_REST = 2  # successive steps after which a contributor should rest, before it does
+_LOOKS_TO_RETURN = 3  # successive comparisons in which a resting member does no harm, before it returns
+_LEAST_S = 1e-6  # lower bound on the time of computing
+_LOOKED_AT = 32  # absent members of a stage that are evaluated at each step
+_TRY_SHARE = 30.0  # a trial may cost at most 1 / _TRY_SHARE of the time since the last one
+_TRY_LEAST_S = 600.0  # least pause between trials
+_TRIES_MOST = 6  # doublings of the pause between trials
 
 
 @dataclass(slots=True)
 class _Resting:
-    """One member that rests: why, in which stage, since when, and how often it was tried again before."""
+    """One resting member: the reason, its stage, since when it rests, and the number of earlier trials."""
 
     rest: Rest
     stage: int
@@ -58,25 +60,25 @@ class _Resting:
 
 
 class _Measured(NamedTuple):
-    """The duration of the last step over that of the model: of computing, and of averaging (at most 1)."""
+    """Ratios of the last step's durations to those of the model: of computing, and of averaging (at most 1)."""
 
     computing: float = 1.0
     averaging: float = 1.0
 
 
 class RestChoice:
-    """See the module's header. `pace` is microbatches a second of a post's device; 0: unknown."""
+    """Decides which members rest. `pace`: microbatches per second of a post's device, or 0 if unknown."""
 
     def __init__(self, config: ConductorConfig, roster: Roster, pace: Callable[[str], float]) -> None:
         self._config, self._roster, self._pace = config, roster, pace
         self._resting: dict[str, _Resting] = {}
-        self.peers = set[str]()  # that rest
-        self._tries = BoundedDict[str, int](MAX_MEMBERS)  # of members that were tried, and contribute or are to
-        self._no_help = BoundedDict[str, None](MAX_MEMBERS)  # members lost while they rested: nobody waits for them
-        self._looks = BoundedDict[str, int](MAX_MEMBERS)  # how often in a row a member's place was to change
-        self._weighed = BoundedDict[str, Rest | None](MAX_MEMBERS)  # members that came in this step: what was found
-        self._last_looked: dict[int, str] = {}  # by stage, the last of the absent members that were looked at
-        self.begins: Callable[[list[str]], None] = lambda posts: None  # told who begins to rest
+        self.peers = set[str]()  # peers that rest
+        self._tries = BoundedDict[str, int](MAX_MEMBERS)  # number of trials of members that contribute, or are about to
+        self._no_help = BoundedDict[str, None](MAX_MEMBERS)  # lost while they rested: they do not sum for others
+        self._looks = BoundedDict[str, int](MAX_MEMBERS)  # successive comparisons in favour of a change
+        self._weighed = BoundedDict[str, Rest | None](MAX_MEMBERS)  # results for members that reported in this step
+        self._last_looked: dict[int, str] = {}  # by stage, the last absent member that was evaluated
+        self.begins: Callable[[list[str]], None] = lambda posts: None  # called with members that begin to rest
         self._measured: _Measured | None = None  # None: no step was made yet
         self._opened_at: float | None = None
         self._filled_at: float | None = None
@@ -85,24 +87,24 @@ class RestChoice:
         return post in self._resting
 
     def of(self, post: str) -> Rest | None:
-        """Returns the reason that a member rests, or None if it contributes."""
+        """Reason that a member rests, or None if it contributes."""
         found = self._resting.get(post)
         return found.rest if found is not None else None
 
     def at_work(self, stage: int, position: Position | None) -> list[str]:
-        """Members of a stage that stand at `position` and contribute, sorted."""
+        """Members of a stage that are at `position` and contribute, sorted."""
         return [post for post in self._roster.at(stage, position) if post not in self._resting]
 
     # --- what happens -----------------------------------------------------------------------------------------
 
     def filled(self, now: float) -> None:
-        """The batch of the step under way is whole."""
+        """Record that the batch of the current step is complete."""
         self._filled_at = now
 
     def came(self, now: float, post: str, current: Position | None) -> list[Note]:
-        """A member has come, or has said more of itself; where its line is too slow it rests at once.
+        """Evaluate a member that has joined or reported again; it rests at once if its line is too slow.
 
-        It is weighed once a step, however often it comes.
+        Each member is evaluated once per step, however often it reports.
         """
         entry = self._roster.entries.get(post)
         if not self._config.weighs or self._measured is None or entry is None or entry.position == current:
@@ -119,9 +121,9 @@ class RestChoice:
         return []
 
     def lost(self, post: str, stage: int, current: Position | None) -> None:
-        """A member is gone; where no contributor of its stage is left, those that rest contribute.
+        """Record that a member is gone. If no contributor of its stage is left, its resting members contribute.
 
-        `current` is None while members are on their way to another position: then nobody knows yet who is left.
+        `current` is None while members are on their way to another position: then it is not known yet who is left.
         """
         if post in self._resting:
             self._no_help[post] = None
@@ -132,14 +134,18 @@ class RestChoice:
         self._tell_lines(stage)
 
     def restart(self) -> None:
-        """The swarm goes on from elsewhere than a step, or is done: everybody contributes, and steps are timed anew."""
+        """Let everybody contribute, and restart the timing of steps.
+
+        Called when the swarm resumes from a position that no step of this conductor led to, or when the run is
+        complete.
+        """
         self._forget(list(self._resting))
         self._opened_at = self._filled_at = None
         for stage in self._roster.stages:
             self._tell_lines(stage)
 
     def step_made(self, now: float, current: Position) -> list[Note]:
-        """A step was made, and led to `current`: look at who should contribute to the next ones."""
+        """Record a step that led to `current`, and choose the next contributors. Returns notes for the log."""
         if not self._config.weighs:
             return []
         self._measure(now, current)
@@ -155,7 +161,7 @@ class RestChoice:
     # --- measuring --------------------------------------------------------------------------------------------
 
     def _measure(self, now: float, current: Position) -> None:
-        """Compare the step that was made with the model: computing first, then averaging."""
+        """Compare the duration of the completed step with the model: computing first, then averaging."""
         if self._opened_at is None or self._filled_at is None:
             return
         computing_s, averaging_s = self._filled_at - self._opened_at, now - self._filled_at
@@ -165,7 +171,7 @@ class RestChoice:
                 choice = self._choice(stage, workers, _Measured())
                 computed = max(computed, choice.computing_s(workers))
                 averaged = max(averaged, choice.averaging_s(workers))
-        seen = not self._config.delayed and computed > 0  # else it is not seen how long the batch took
+        seen = not self._config.delayed and computed > 0  # a delayed run does not show how long the batch took
         self._measured = _Measured(
             max(computing_s, _LEAST_S) / computed if seen else 1.0,
             min(1.0, averaging_s / averaged) if averaged > 0 else self._known.averaging,
@@ -178,9 +184,9 @@ class RestChoice:
     # --- choosing ---------------------------------------------------------------------------------------------
 
     def _look_at_workers(self, now: float, stage: int, current: Position) -> list[Note]:
-        """Choose which contributors of a stage rest: those that were to rest at the last looks as well.
+        """Choose which contributors of a stage rest: those for which the model advised this after the last steps, too.
 
-        Members that are not there yet have no part in it: what they would contribute is their word alone.
+        Members that are not at `current` are left out, since what they would contribute is only their own claim.
         """
         workers = self.at_work(stage, current)
         if len(workers) <= LEAST:
@@ -197,7 +203,7 @@ class RestChoice:
         return notes
 
     def _look_at_absent(self, now: float, stage: int, posts: Sequence[str], current: Position | None) -> list[Note]:
-        """Compare a step with and without each of these, which are not at `current`: newcomers, and those that rest."""
+        """Compare a step with and without each of `posts`: newcomers that are not at `current`, and resting members."""
         workers = self.at_work(stage, current)
         if len(workers) < LEAST:
             return self._return(self._of_stage(stage))
@@ -221,7 +227,7 @@ class RestChoice:
         return notes
 
     def _in_turn(self, stage: int, current: Position) -> list[str]:
-        """Some of the members that are not at `current`, others at each step."""
+        """Some of the stage's newcomers and resting members, different ones at each step."""
         absent = [post for post in self._roster.of_stage(stage) if self._roster.entries[post].position != current]
         absent += [post for post in self._of_stage(stage) if self._roster.entries[post].position == current]
         after = [post for post in absent if post > self._last_looked.get(stage, "")]
@@ -245,7 +251,7 @@ class RestChoice:
         others_s: tuple[float, float] = (0.0, 0.0),
         tried: Container[str] = (),
     ) -> ContributorChoice:
-        """The choice among these posts of a stage; what is known of those that are `tried` again does not count."""
+        """Model of a step with these posts of a stage. Measurements of posts in `tried` are ignored."""
         lines = self._roster.lines
         found = [ContributorRates(lines.member_line(post), self._pace(post)) for post in posts]
         cost = StepCost(
@@ -264,7 +270,7 @@ class RestChoice:
         return ContributorChoice(known, cost, helpers)
 
     def _other_stages(self, stage: int, current: Position | None) -> tuple[float, float]:
-        """Seconds of computing and averaging that the other stages need, with their contributors of now."""
+        """Seconds of computing and of averaging that the other stages need with their present contributors."""
         computing_s = averaging_s = 0.0
         for other in self._roster.stages:
             if other != stage and (workers := self.at_work(other, current)):
@@ -274,12 +280,12 @@ class RestChoice:
         return computing_s, averaging_s
 
     def _may_be_tried(self, now: float, post: str) -> bool:
-        """True when what is known of a resting member is so old that it may have changed."""
+        """True if what is known of a resting member is so old that it may have changed."""
         found = self._resting.get(post)
         if found is None:
             return False
         if not self._roster.lines.is_measured(post) and found.rest.needed_bytes_per_s:
-            return False  # its line is the reason, and it says itself what that carries
+            return False  # it rests because of its line, whose rate it declares itself
         costs_s = max(0.0, found.rest.with_s - found.rest.without_s)
         return now - found.since >= max(_TRY_LEAST_S, _TRY_SHARE * costs_s) * 2.0 ** min(found.tries, _TRIES_MOST)
 

@@ -1,12 +1,14 @@
-"""Failure record of members and helpers: counts what stood in the way of steps, and puts peers aside for a time.
+"""Failure record of members and helpers: counts what held up steps, and bans peers for a time.
 
-A member that fails by itself is put aside at the third time in one step. An accusation, that a member could not reach
-another, counts against both alike: they contradict each other, and no other peer can know which is right. A member that
-more than a third of the attempt's members contradict, and two at least, is put aside; until that is clear the two take
-turns, the one with more against it first, then the one that joined later, so that steps go on meanwhile. Once a member
-is found out, its accusations count no longer. Helpers are put aside at once: a round can do without.
-Each time is twice as long as the last, and less again with the steps that are made.
-Hostile input: any accusation. A liar alone among four or more costs honest peers a turn each, and then itself.
+A member that fails by itself is banned at the third failure in one step. An accusation that a member could not reach
+another counts against both alike: they contradict each other, and no other peer can know which is right. A member that
+more than a third of the attempt's members contradict, and at least two, is banned. Until that is clear, the two wait in
+turns, the more contradicted one first, then the one that joined later, so that steps go on meanwhile. Once a member
+is found guilty, its own accusations no longer count. Helpers are banned at once, since a round works without them. Each
+ban is twice as long as the last; the count of bans falls again with the steps that are made.
+
+Hostile input: any accusation. A single liar among four or more costs each honest peer one wait, and is then banned
+itself.
 """
 
 from __future__ import annotations
@@ -17,20 +19,20 @@ from dataclasses import dataclass
 
 from peerd.core.messages.swarm import MAX_MEMBERS
 
-_FAILURES = 3  # of a member in one step, before it is put aside
-_TIMES_MOST = 8  # doublings of the time that a peer is put aside for
-_FORGIVE_STEPS = 16  # steps after which accusations are forgotten, and half of the times put aside
-_PAIR_FAILURES = 2  # attempts that two members that contradict each other spoil before one has to wait
+_FAILURES = 3  # of a member in one step, at which it is banned
+_TIMES_MOST = 8  # doublings of the length of a ban
+_FORGIVE_STEPS = 16  # steps after which accusations are forgotten, and the counts of bans are halved
+_PAIR_FAILURES = 2  # attempts that two contradicting members spoil before one of them has to wait
 
 
 @dataclass(frozen=True, slots=True)
 class PutAside:
-    """A peer that is put aside: not heard, and in no round, for so many seconds."""
+    """A temporary ban: for `seconds`, the peer's reports are ignored and it is in no round."""
 
     peer: str
     seconds: float
     why: str
-    briefly: bool = False  # a newcomer of which nothing is proven: it may return as soon as steps were made without it
+    briefly: bool = False  # a newcomer without a proven fault: it may return as soon as steps were made without it
 
     def text(self) -> str:
         how = "is left out of the next steps, for up to" if self.briefly else "is put aside for"
@@ -38,24 +40,24 @@ class PutAside:
 
 
 class FailureRecord:
-    """See the module's header."""
+    """Failures, accusations and bans of one run's members and helpers."""
 
     def __init__(self, ban_s: float) -> None:
         self._ban_s = ban_s
         self._failed: Counter[str] = Counter()  # in this step
-        self._times: Counter[str] = Counter()  # put aside, kept from step to step
+        self._times: Counter[str] = Counter()  # bans of each peer, kept from step to step
         self._until: dict[str, float] = {}
         self._against: dict[str, set[str]] = {}  # peer -> those that contradict it
         self._pairs: Counter[frozenset[str]] = Counter()
-        self._turns: Counter[str] = Counter()  # peer -> times that it waited for a contradiction
-        self._waiting: set[str] = set()  # put aside in turn only
+        self._turns: Counter[str] = Counter()  # peer -> times that it had to wait because of a contradiction
+        self._waiting: set[str] = set()  # peers that are out only because it is their turn to wait
         self._steps = 0
 
     def banned(self, peer: str, now: float) -> bool:
         return self._until.get(peer, now) > now
 
     def failed(self, now: float, peer: str, why: str) -> PutAside | None:
-        """Count a failure that is certainly the member's own; the third in one step puts it aside."""
+        """Count a failure that is certainly the member's own. Returns a ban at the third in a step, else None."""
         self._failed[peer] += 1
         if self._failed[peer] < _FAILURES:
             return None
@@ -63,7 +65,7 @@ class FailureRecord:
         return self.put_aside(now, peer, why)
 
     def put_aside(self, now: float, peer: str, why: str) -> PutAside:
-        """Put the peer aside for a while, twice as long each time."""
+        """Ban the peer for a while, twice as long each time."""
         seconds: float = self._ban_s * 2 ** min(self._times[peer], _TIMES_MOST)
         self._times[peer] += 1
         if len(self._times) > MAX_MEMBERS:
@@ -74,13 +76,16 @@ class FailureRecord:
     def contradict(
         self, now: float, said: Iterable[tuple[str, str]], members: int, since: Callable[[str], float]
     ) -> list[PutAside]:
-        """Weigh accusations from an attempt of so many `members`: pairs (accuser, peer that it could not reach)."""
+        """Weigh accusations from an attempt of `members` members: pairs (accuser, peer that it could not reach).
+
+        `since`: when a member joined its stage. Returns the bans that follow.
+        """
         pairs = list(dict.fromkeys(said))
         counted: set[str] = set()
         for accuser, accused in pairs:
             self._against.setdefault(accused, set()).add(accuser)
             fresh = accuser not in counted and accused not in self._against.get(accuser, ())
-            if fresh:  # a peer that lost several at once lost one thing: its line or its honesty
+            if fresh:  # losing several peers at once has one cause, in its line or its honesty, so it counts once
                 counted.add(accuser)
                 self._against.setdefault(accuser, set()).add(accused)
         found = [
@@ -99,18 +104,18 @@ class FailureRecord:
             del self._pairs[pair]
         parties = frozenset[str]().union(*tired)
         peer = max(parties, key=lambda p: (self._weight(p), -self._turns[p], since(p), p))
-        if members == 2:  # no third member can ever decide it: in turns, whatever was said before
+        if members == 2:  # no third member can ever decide: strictly in turns, whatever was reported before
             peer = max(parties, key=lambda p: (-self._turns[p], since(p), p))
         self._turns[peer] += 1
         self._waiting.add(peer)
         self._until[peer] = now + self._ban_s
-        return [PutAside(peer, self._ban_s, "contradicts others on who could be reached")]
+        return [PutAside(peer, self._ban_s, "contradicts others on which peers could be reached")]
 
     def _weight(self, peer: str) -> int:
         return len(self._against.get(peer, ()))
 
     def _found_out(self, now: float, peer: str) -> PutAside:
-        """Put the peer aside and forget its accusations; peers that waited only because of them need not."""
+        """Ban the peer and forget its accusations; end the waits that were only due to these."""
         accusers = self._against.pop(peer, set())
         for other in list(self._against):
             self._against[other].discard(peer)
@@ -121,7 +126,7 @@ class FailureRecord:
                 self._waiting.discard(other)
                 self._until.pop(other, None)
         self._pairs = Counter({pair: count for pair, count in self._pairs.items() if peer not in pair})
-        return self.put_aside(now, peer, "is contradicted by several others on who could be reached")
+        return self.put_aside(now, peer, "is contradicted by several others on which peers could be reached")
 
     def step_made(self) -> None:
         """Clear the failures of this step; older accusations and bans fade."""

@@ -1,12 +1,12 @@
-"""Addresses that we only heard of: which of them may be dialed at all, and how often.
+"""Hearsay addresses, known only from other peers: which of them may be dialed, and how often.
 
-What peers say of addresses (their own or others') leads anywhere: to services on this machine, in our network or in
-somebody else's, to hosts that should be flooded. So what is heard is dialed only if it is a literal address that is
-public, of a network that this machine is in, or of the same private block (or of this machine) as the peer that named
-it is connected from: it shows by that that it is there itself. The peer that named it is not always known; then all
-that were ever connected have to be there. Names are dialed from the configuration only. `DialQuota` bounds the rest by
-teller, by target, and in all; a target that answered as the peer it should be costs nothing. Opens nothing. Invariants:
-what the book has of Means.DIALS is what was begun within a minute and has not led to its peer.
+Addresses reported by peers (their own or others') can lead anywhere: to services on this machine, in our network or in
+another one, or to hosts that should be flooded. So a hearsay address is dialed only if it is a literal address that is
+public, or in a network of this machine, or in the same private block (or on the same machine) as the reporting peer,
+whose connection proves that it is there itself. If the reporter is unknown, every peer that was ever connected must be
+there. Names are dialed only from the configuration. `DialQuota` bounds the number of dials per reporter, per target and
+in total; a dial that reaches the expected peer is not counted. Opens no connections. Invariant: the book's use of
+Means.DIALS is the number of dials within the last minute that have not reached their peer.
 """
 
 from __future__ import annotations
@@ -39,19 +39,22 @@ from peerd.machine.connectivity.happy_eyeballs import NetworkSurroundings
 from peerd.machine.rate.quota import Quota
 
 _MINUTE_S: Final = 60.0
-_MEMORY: Final = b"\x89\x06"  # leads to this process only
+_MEMORY: Final = b"\x89\x06"  # prefix of in-memory addresses, which stay within this process
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
-NOBODY: Final = User("", "", "")  # told us: it is not known who
+NOBODY: Final = User("", "", "")  # the reporter of an address if it is unknown
 
 
 def blocks_of(remotes: Iterable[Multiaddr]) -> frozenset[str]:
-    """The private blocks from which a peer is connected; "" stands for elsewhere, and over a relay for anywhere."""
+    """The private blocks that a peer is connected from; "" stands for a public address or a relay."""
     ips = (None if is_relayed(remote) else ip_of(remote) for remote in remotes)
     return frozenset((ip is not None and block_of(ip)) or "" for ip in ips)
 
 
 def common(ever: Iterable[str]) -> frozenset[str]:
-    """Private blocks that the teller is surely in, given those from which any peer was ever connected."""
+    """Private blocks to allow if the reporter of an address is unknown, given the blocks of all peers ever connected.
+
+    Empty if any peer was connected from elsewhere; loopback counts only if all peers are on this machine.
+    """
     found = frozenset(ever)
     if "" in found:
         return frozenset()
@@ -60,16 +63,16 @@ def common(ever: Iterable[str]) -> frozenset[str]:
 
 @lru_cache(maxsize=64)
 def rule_of(around: NetworkSurroundings, blocks: frozenset[str]) -> Callable[[bytes], bool]:
-    """The rule by which addresses heard from a peer in these private blocks may be dialed, as `may_dial`.
+    """`may_dial` for peers in these private blocks, as a function of the address.
 
-    Answers are kept by address, since the DHT names the same ones over and over, and for each rule by itself: `around`
-    is long to compare.
+    Results are cached per address, because the DHT reports the same ones repeatedly. Each rule has its own cache,
+    because `around` is slow to compare.
     """
     return lru_cache(maxsize=2048)(partial(may_dial, around=around, blocks=blocks))
 
 
 def may_dial(raw: bytes, around: NetworkSurroundings, blocks: frozenset[str]) -> bool:
-    """True when an address heard from a peer in these private blocks may be dialed."""
+    """Return True if an address (binary multiaddr) reported by a peer in these private blocks may be dialed."""
     try:
         addr = normal(decode_addr(raw))
     except ProtocolViolation:
@@ -77,7 +80,7 @@ def may_dial(raw: bytes, around: NetworkSurroundings, blocks: frozenset[str]) ->
     if is_relayed(addr):
         circuit = circuit_place(addr)
         if circuit is None or circuit.addr is None:
-            return circuit is not None  # the relay is where the book says
+            return circuit is not None  # the relay's address comes from the peer store
         return may_dial(circuit.addr.to_bytes(), around, blocks)
     ip = ip_of(addr)
     if ip is None:
@@ -94,7 +97,7 @@ def may_dial(raw: bytes, around: NetworkSurroundings, blocks: frozenset[str]) ->
 
 
 def _embedded(ip: Ip) -> Ip | None:
-    """The IPv4 address to which a gateway would take a packet to this IPv6 one; None: none would."""
+    """The IPv4 address to which a gateway would forward a packet for this IPv6 address, or None."""
     if ip.version == 4:
         return None
     return ipaddress.IPv4Address(ip.packed[-4:]) if ip in _NAT64 else ip.sixtofour
@@ -109,7 +112,7 @@ def _is_near(ip: Ip, around: NetworkSurroundings) -> bool:
 
 
 class DialQuota:
-    """Dials of addresses that we only heard of, within a minute."""
+    """Dials of hearsay addresses within the last minute."""
 
     def __init__(self, book: Book) -> None:
         self._book = book
@@ -117,24 +120,27 @@ class DialQuota:
         self._begun: deque[tuple[float, User]] = deque()  # oldest first
 
     def begin(self, now: float, addr: Multiaddr, teller: User) -> str | None:
-        """Count one dial; why it must not be made now, or None. `teller`: NOBODY, where it is not known."""
+        """Count one dial and return None, or return the reason why it is not allowed now.
+
+        `teller`: the peer that reported the address, or NOBODY if it is unknown.
+        """
         while self._begun and self._begun[0][0] <= now - _MINUTE_S:
             self._book.give(Means.DIALS, self._begun.popleft()[1])
         ip = ip_of(addr)
         if ip is None or is_relayed(addr):
-            return None  # the way to the relay is a dial of its own
+            return None  # the dial to the relay is counted separately
         target, user = self._names(addr, ip, teller)
         if self._targets.exceeded(now, (target,)) is not None:
-            return f"{HEARSAY_TARGET_PER_MINUTE} dials to {target} within a minute led to nobody"
+            return f"{HEARSAY_TARGET_PER_MINUTE} dials to {target} within a minute did not reach the expected peer"
         why = self._book.take(Means.DIALS, user)
         if why is not None:
-            return f"too many dials of addresses that others named: {why} within a minute"
+            return f"too many dials of addresses reported by others: {why} within a minute"
         self._targets.count(now, (target,))
         self._begun.append((now, user))
         return None
 
     def worked(self, addr: Multiaddr, teller: User) -> None:
-        """The peer that should be there answered one that was begun."""
+        """Record that a dial reached the expected peer: it is no longer counted."""
         ip = ip_of(addr)
         if ip is None or is_relayed(addr):
             return
@@ -146,11 +152,12 @@ class DialQuota:
             self._book.give(Means.DIALS, user)
 
     def _names(self, addr: Multiaddr, ip: Ip, teller: User) -> tuple[str, User]:
-        """The names under which a dial counts: its target, and the user that told. At home many peers share a machine,
-        and each of its ports is a target.
+        """The names that a dial is counted under: its target, and the reporter.
+
+        In a private network many peers share a machine, so there each port is a target of its own.
         """
         place, region = place_of(ip)
         tcp = tcp_place(addr)
         target = place if block_of(ip) is None or tcp is None else f"{place} port {tcp.port}"
-        # Where the teller is unknown, no place may be searched more than one teller could have it searched.
+        # If the reporter is unknown, each target place has the quota of one reporter.
         return target, User("", f"to {place}", f"to {region}") if teller == NOBODY else teller

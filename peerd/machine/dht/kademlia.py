@@ -1,12 +1,12 @@
 """A DHT node without a network: neighbours, store, own records and searches behind `handle(now, input) -> outputs`.
 
-The daemon's service and the simulator both drive this object: they carry out each `Ask` and report its outcome, pass
-in what others ask, and call `wake` at `wake_at`. This file connects the parts and keeps the node in order by itself:
-it probes the suspected, refreshes the table, renews its records and hands others' to newcomers.
+The daemon's service and the simulator both drive this object: they send each `Ask` and report its result, pass in
+others' requests, and call `wake` at `wake_at`. This module connects the parts and does the node's maintenance: it
+probes suspected peers, refreshes the table, renews its records and replicates records to newcomers.
 
-Invariants: every Get, Put and Withdraw ends with exactly one Done output; every record that leaves through
-GetDone is verified, live and of its key; a peer that lied is not asked again for a while; what is remembered about
-others is bounded. Without `addrs` nobody can dial us: then we hold nothing for others and are in no table.
+Invariants: every Get, Put and Withdraw ends with exactly one Done output; every record in a GetDone is verified, live
+and of the requested key; a peer that lied is not asked again for a while; stored data about others is bounded. Without
+`addrs` nobody can dial us: then we store nothing for others and are in no routing table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from peerd.machine.dht.store import Verdict
 
 
 class Kademlia:
-    """One Kademlia node. Tell it of each peer that it `Met`; it does the rest."""
+    """One Kademlia node. Pass it a `Met` for each connected peer; it then maintains itself."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Kademlia:
         config: KademliaConfig | None = None,
         book: Book | None = None,
     ) -> None:
-        """`book`: of the host, for what is held for others."""
+        """`book`: the host's account of resources, for records stored for others."""
         self.node = NodeState(signer, verifier, config or KademliaConfig(), book)
         self._rng = rng
         self._out: list[q.Output] = []
@@ -46,7 +46,7 @@ class Kademlia:
         self._work = QueryPool(self.node, self._dispatch, self._out.append)
         self._handover = Replication(self.node.id, self.node.config.copies)
         self._upkeep_at = 0.0
-        self._join_at = float("inf")  # set when somebody was met
+        self._join_at = float("inf")  # set once a peer is met
         self._refreshed = False
 
     @property
@@ -61,16 +61,16 @@ class Kademlia:
             self.node.neighbours.greet_all_again()
 
     def settled(self, now: float) -> None:
-        """The table was filled by other means: no need to join or to look around at once."""
+        """Skip the initial join and refresh, because the table was filled by other means."""
         self.node.joined = self._refreshed = True
         self._join_at = now + self.node.config.refresh_s * self._rng.random()
 
     def look_around(self, now: float) -> None:
-        """Look up our neighbours at the next `wake`; they thereby hear our newest introduction."""
+        """Look up our neighbours at the next `wake`, which also sends them our current introduction."""
         self._join_at = self._upkeep_at = now
 
     def handle(self, now: float, event: q.Input) -> list[q.Output]:
-        """Take in what happened; returns what to do about it, in order."""
+        """Process an input; returns the outputs to carry out, in order."""
         match event:
             case q.Asked():
                 self._serve(now, event)
@@ -87,11 +87,11 @@ class Kademlia:
         return self._taken()
 
     def wake(self, now: float) -> list[q.Output]:
-        """Time has passed; call this at `wake_at` or whenever."""
+        """Do the work that is due by time. Call it at `wake_at`; earlier calls are harmless."""
         if now >= self._upkeep_at:
             self._upkeep(now)
         renewal = self.node.publisher.due_at()
-        if renewal is not None and renewal - self.node.clock_ahead_s <= now:  # as wake_at says it, to the last bit
+        if renewal is not None and renewal - self.node.clock_ahead_s <= now:  # rounds like wake_at
             self._work.put(now, None, self.node.publisher.due(max(renewal, self.node.wall(now))))
         if self._handover:
             self._hand_over(now)
@@ -127,7 +127,7 @@ class Kademlia:
             case q.Stop(op):
                 self._work.stop(now, op)
 
-    # --- others ask, answer, fall silent -----------------------------------------------------------------------
+    # --- requests, answers, failures ---------------------------------------------------------------------------
 
     def _serve(self, now: float, asked: q.Asked) -> None:
         self.node.counts.served += 1
@@ -148,7 +148,7 @@ class Kademlia:
         self._heard(now, asked.peer, Contact(asked.peer, request.hello.addrs) if request.hello is not None else None)
 
     def _wished_for(self, now: float, asked: q.Asked, request: q.Find, found: q.Found) -> list[Key]:
-        """The keys that are asked for so often that we should have copies of what others hold under them."""
+        """The requested keys that are now so popular that we should look them up and cache them."""
         if not (request.values and request.max_age_s):
             return []
         answered = enumerate(zip(request.keys, found.records, strict=False))
@@ -163,7 +163,7 @@ class Kademlia:
     def _answered(self, now: float, ask: int, reply: q.Reply) -> None:
         flight = self._dispatch.land(ask)
         if flight is None:
-            return  # its connection closed first, and everybody was told
+            return  # its connection closed first, and the searches were informed
         peer = flight.contact.peer
         self.node.round_trips.answered(peer, now - flight.asked_at)
         lie = self._dispatch.deliver(now, self.node.wall(now), flight, reply)
@@ -201,7 +201,7 @@ class Kademlia:
         self._work.pump(now, [task for flight in flights for task in flight.tasks()])
 
     def _heard(self, now: float, peer: PeerId, contact: Contact | None) -> None:
-        """The peer talked to us; `contact` when we also know that it can be dialled there."""
+        """Record a message from the peer. `contact`: set if we also know addresses where it can be dialed."""
         neighbours = self.node.neighbours
         neighbours.answered(now, peer)
         if contact is not None and not contact.addrs:
@@ -215,10 +215,10 @@ class Kademlia:
             return
         keys = [record.key for record in self.node.publisher.all(self.node.wall(now))]
         if contact in neighbours.closest(now, self.node.contact.place, self.node.config.k):
-            keys += self.node.store.keys()  # they are near us, so only our neighbours may have to hold them too
+            keys += self.node.store.keys()  # only neighbours may have to hold the keys near us as well
         self._handover.newcomer(contact, dict.fromkeys(keys))
         if alone:
-            self._join_at = self._upkeep_at = now  # first of all, or back after we were cut off
+            self._join_at = self._upkeep_at = now  # our first peer, or the first one after an outage
 
     def _blame(self, now: float, peer: PeerId, why: str) -> None:
         self.node.counts.lies += 1
@@ -231,26 +231,26 @@ class Kademlia:
             self.node.counts.asks += len(asks)
             self._out += asks
 
-    # --- what the node does by itself --------------------------------------------------------------------------
+    # --- maintenance -------------------------------------------------------------------------------------------
 
     def _upkeep(self, now: float) -> None:
         config, neighbours = self.node.config, self.node.neighbours
-        self._upkeep_at = now + config.upkeep_s * (0.9 + 0.2 * self._rng.random())  # so that a swarm does not pulse
+        self._upkeep_at = now + config.upkeep_s * (0.9 + 0.2 * self._rng.random())  # so that nodes stay out of step
         self.node.store.purge(self.node.wall(now))
         self.node.hot.purge(now)
         for contact in neighbours.probes(now):
             self._ping(now, contact)
         if now >= self._join_at:
-            small = len(neighbours.table) < config.k  # a small swarm should soon be whole; in a large one that can wait
+            small = len(neighbours.table) < config.k  # in a small swarm all nodes should know each other soon
             self._join_at = now + (config.neighbours_s if small else config.refresh_s)
             self._work.join(now)
-        if len(neighbours.table) >= config.k:  # otherwise our own neighbourhood is all there is
+        if len(neighbours.table) >= config.k:  # otherwise our neighbourhood is the whole network
             due = neighbours.table.refresh_due(now, config.refresh_s if self._refreshed else 0.0)
             self._refreshed = True
             self._work.refresh(now, [neighbours.table.key_in(index, self._rng) for index in due])
 
     def _hand_over(self, now: float) -> None:
-        """A few keys further in giving newcomers what they should hold."""
+        """Send newcomers the records they should hold, for a few more keys."""
         wall, gifts = self.node.wall(now), dict[Contact, list[Record]]()
         for contact, key, ours in self._handover.step(now, self.node.neighbours):
             records = self.node.publisher.own(wall, key)

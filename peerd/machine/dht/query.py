@@ -1,7 +1,7 @@
-"""Parts of a DHT command: searches for keys, placements of records, and tasks that are made of both.
+"""Parts of a DHT command: searches for keys, placements of records, and tasks that combine both.
 
-Each part says which peer to ask next and takes the answers; `Kademlia` joins what goes to the same peer into one
-message. Nothing here sends, stores or verifies; nothing outlives its task.
+Each part returns which peer to ask next and receives the answers; `Kademlia` combines requests to the same peer into
+one message. Nothing here sends, stores or verifies; no part outlives its task.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from peerd.machine.dht.store import Verdict, answer_bytes
 
 
 class KeySearch:
-    """One look-up toward `key`; with `values` it also gathers the records that the peers hold under it.
+    """One lookup towards `key`; with `values` it also collects the records that peers hold under it.
 
-    `max_age_s`: copies of that age, from peers on the way, will do. It takes `most_bytes` of the records in each answer
-    (0: all), and keeps no more than `DHT_ANSWERS_KEPT` times that of all answers together: first come, first kept.
+    `max_age_s`: greatest acceptable age of cached copies. Each answer may contain up to `most_bytes` of records (0: no
+    limit). Of all answers together at most `DHT_ANSWERS_KEPT` times that much is kept, first come, first kept.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class KeySearch:
         most_bytes: int = 0,
         max_age_s: int = 0,
     ) -> None:
-        """`held`: records under the key here. `had`: those that are known, and count once a peer says it holds them."""
+        """`held`: our stored records under the key. `had`: known records, which count once a peer reports them."""
         self.key = key
         self.values = values
         self.lookup = lookup
         self.most_bytes = most_bytes
         self.max_age_s = max_age_s
-        self.answer_bytes = most_bytes or DHT_BYTES_PER_KEY  # the most that one answer may hold
+        self.answer_bytes = most_bytes or DHT_BYTES_PER_KEY  # most bytes of records in one answer
         self.has = {record.tag: record for record in had}
         self._left = DHT_ANSWERS_KEPT * self.answer_bytes
         self._best: dict[bytes, Record] = {}
@@ -64,7 +64,7 @@ class KeySearch:
         return self.lookup.wake_at()
 
     def answered(self, contact: Contact, nearer: Iterable[Contact], records: Sequence[Record]) -> None:
-        """`records` are verified and of this key."""
+        """Record an answer; `records` are verified and of this key."""
         self.lookup.answered(contact.peer, nearer, holds=bool(records))
         self._answers[contact] = {record.sub_key: record for record in records}
         self._gather(records)
@@ -73,14 +73,14 @@ class KeySearch:
         self.lookup.failed(peer)
 
     def live(self, wall: float, own: Iterable[Record] = ()) -> list[Record]:
-        """Records that count now, one per sub-key and in their order; `own` may beat what was gathered."""
+        """The valid records, one per sub-key and in their order; `own` records may supersede collected ones."""
         self._gather(own, ours=True)
         return [r for _, r in sorted(self._best.items()) if r.is_live(wall) and not r.tombstone]
 
     def lacking(self, wall: float) -> tuple[Contact, list[Record]] | None:
-        """The nearest peer that answered without the best version of some record, and those records.
+        """The nearest peer whose answer lacked the best version of some records, and those records, or None.
 
-        It lacks nothing that there was no room for in its answer.
+        Records that did not fit into the peer's answer do not count as lacking.
         """
         for contact in sorted(self._answers, key=lambda contact: contact.place ^ self.lookup.target):
             had = self._answers[contact]
@@ -107,11 +107,10 @@ class KeySearch:
 
 
 class Placement:
-    """One record on its way to the `copies` nearest peers of `contacts`; the others replace those that fail, and those
-    that take longer than is usual for them (`patience_s`).
+    """One record being stored on the `copies` nearest peers of `contacts`; others replace peers that fail or are slow.
 
-    It is done when so many hold it, or nobody is left to ask; a peer that is slow delays it only while nobody at all
-    has taken the record. `held` copies exist already (ours).
+    A peer is slow after `patience_s`. The placement is done when enough peers store the record or none is left to ask;
+    a slow peer delays it only while no peer at all has stored the record. `held`: copies that exist already (ours).
     """
 
     def __init__(
@@ -126,11 +125,11 @@ class Placement:
         self.record = record
         self.holders = held
         self.refusals: list[Verdict] = []
-        self.newest = 0  # the version by which a peer beat ours
+        self.newest = 0  # the latest version with which a peer refused ours as stale
         self._fresh = list(contacts)
         self._copies = copies
         self._patience_s = patience_s
-        self._waiting: dict[PeerId, float] = {}  # slow from then on
+        self._waiting: dict[PeerId, float] = {}  # by peer, when it becomes slow
         self._slow: set[PeerId] = set()
 
     @property
@@ -177,15 +176,15 @@ Part = KeySearch | Placement
 
 @dataclass(slots=True)
 class Task:
-    """Searches, then the placements that follow from each. `op` is None when nobody waits for the outcome."""
+    """Searches and the placements that follow from them. `op` is None if nobody waits for the result."""
 
     op: int | None
     kind: str  # "get", "copy", "put", "join", "refresh"
     searches: list[KeySearch] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
-    then: Callable[[KeySearch], list[Placement]] | None = None  # the placements that a finished search leads to
+    then: Callable[[KeySearch], list[Placement]] | None = None  # returns the placements after a finished search
     attempt: int = 1
-    _pending: list[KeySearch] = field(init=False)  # searches that have not led to placements yet
+    _pending: list[KeySearch] = field(init=False)  # searches whose placements have not been created yet
 
     _going: list[KeySearch] = field(init=False)  # searches that have not ended
     _hurried: bool = False
@@ -204,7 +203,7 @@ class Task:
     def next(self, now: float, touched: Collection[int] | None = None) -> list[tuple[Contact, Part]]:
         """Peers to ask now, each with the part that asks.
 
-        `touched`: ids of the searches to which something has happened; None: time has passed, look at all.
+        `touched`: ids of the searches with new answers; None checks all, because time has passed.
         """
         searches = self._going if touched is None else [s for s in self._going if id(s) in touched]
         wants: list[tuple[Contact, Part]] = [(c, search) for search in searches for c in search.next(now)]
@@ -219,8 +218,9 @@ class Task:
         return wants
 
     def _hurry(self) -> bool:
-        """Let the last searches of many ask more peers at once, for all the others wait for them; True when they
-        begin to.
+        """Let the last of many searches ask more peers at once, because the task waits for them.
+
+        Returns True when they begin to hurry.
         """
         if self._hurried or not self._going or 2 * len(self._going) > len(self.searches):
             return False
@@ -230,6 +230,6 @@ class Task:
         return True
 
     def wake_at(self) -> float | None:
-        """Time at which to call `next` though no answer came; None when only answers matter."""
+        """Time at which to call `next` even without an answer, or None if only answers matter."""
         parts: list[Part] = [*self._going, *self.placements]
         return min((at for part in parts if (at := part.wake_at()) is not None), default=None)

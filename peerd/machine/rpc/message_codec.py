@@ -1,23 +1,23 @@
-"""The wire of calls: messages on one stream, sans-IO. The rules of who may call, and when, are in service/rpc.
+"""The wire format of calls: messages on one stream, sans-IO. The rules of who may call, and when, are in service/rpc.
 
 A message is a head, a block, and raw payloads:
 
     head     block length (4 bytes) | kind (1) | number of frames (1) | call id (8), big-endian
     block    the frames' headers (core/frame), then by kind:
-               REQUEST, OPEN   time-out in ms (4) | name length (1) | method name | body
+               REQUEST, OPEN   timeout in ms (4) | name length (1) | method name | body
                REPLY, PART     body
                ERROR           a `Failure`
                END, CANCEL     nothing
-    payloads of the frames, one after the other, with no framing of their own
+    payloads of the frames, one after the other, without framing of their own
 
-REQUEST is answered by one REPLY or ERROR. OPEN starts a streaming call: each side sends PARTs and then END; ERROR
-ends both directions. CANCEL (caller only) ends a call without an answer. Ids are chosen by the caller and rise.
-A stream may carry one call or thousands; the grammar is the same.
+REQUEST is answered by one REPLY or ERROR. OPEN starts a streaming call: each side sends PARTs and then END; ERROR ends
+both directions. CANCEL (caller only) ends a call without an answer. Ids are chosen by the caller and ascend. A stream
+may carry one call or thousands; the grammar is the same.
 
-A hostile peer may send: unknown kinds, block lengths or frame counts above the limits, headers that do not fit the
-block, payloads without end, or packed ones that unpack to more than is allowed. All raise `ProtocolViolation`. Nothing
-is allocated for a payload before the driver, which has seen the whole block, says `accept`; memory for a block grows
-only with the bytes that really came.
+Hostile input: unknown kinds, block lengths or frame counts above the limits, headers that do not fit the block,
+payloads without end, or packed ones that unpack to more than is allowed. All raise `ProtocolViolation`. No memory is
+allocated for a payload before the driver has seen the whole block and calls `accept`; memory for a block grows only
+with the bytes that have arrived.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class RpcMessage(NamedTuple):
-    """One message as read; `name` and `timeout_ms` are set for REQUEST and OPEN only."""
+    """One received message; `name` and `timeout_ms` are set only for REQUEST and OPEN."""
 
     kind: int
     id: int
@@ -81,11 +81,11 @@ class RpcMessage(NamedTuple):
     headers: tuple[FrameHeader, ...] = ()
     name: bytes = b""
     timeout_ms: int = 0
-    frame_bytes: int = 0  # what limits and budgets count: payloads, and those that are packed as what they unpack to
+    frame_bytes: int = 0  # bytes that limits and budgets count: payloads, packed ones with their unpacked size
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes that follow the block."""
+        """Number of bytes that follow the block."""
         return sum(header.payload_bytes for header in self.headers)
 
     @property
@@ -95,7 +95,7 @@ class RpcMessage(NamedTuple):
 
 
 class Failure(Body, frozen=True):
-    """Why a call failed, in a form that travels."""
+    """Why a call failed, in wire form."""
 
     what: str  # "refused", "overloaded", "too slow" or "not finite"
     text: str
@@ -105,7 +105,7 @@ class Failure(Body, frozen=True):
 def encode_call(
     kind: int, call_id: int, name: bytes, timeout_s: float, body: bytes, headers: bytes = b"", frames: int = 0
 ) -> bytes:
-    """A REQUEST or OPEN up to its payloads. `headers` are those of its `frames` frames, joined."""
+    """A REQUEST or OPEN up to its payloads. `headers`: those of its `frames` frames, joined."""
     timeout_ms = max(1, int(min(timeout_s, RPC_ROUND_DEADLINE_S) * 1000))
     size = len(headers) + _CALL.size + len(name) + len(body)
     if not frames:
@@ -119,7 +119,7 @@ def encode_message(kind: int, call_id: int, body: bytes = b"", headers: bytes = 
 
 
 def encode_frames(frames: Sequence[TensorFrame]) -> tuple[bytes, list[memoryview]]:
-    """The frames' headers, joined, and their payloads as flat views; LocalError when they are too many or too big."""
+    """The frames' headers, joined, and their payloads as flat views. Raises LocalError if they exceed a limit."""
     headers = b"".join([encode_header(frame) for frame in frames])
     payloads = [memoryview(frame.payload).cast("B") for frame in frames]
     total = sum(raw_bytes(frame) if frame.lossless else memoryview(frame.payload).nbytes for frame in frames)
@@ -130,9 +130,9 @@ def encode_frames(frames: Sequence[TensorFrame]) -> tuple[bytes, list[memoryview
 
 
 def encode_failure(call_id: int, error: PeerdError) -> bytes:
-    """The ERROR message that tells the caller of `error`; what has no name of its own there becomes a refusal."""
+    """The ERROR message that reports `error` to the caller; an error without a kind of its own becomes a refusal."""
     text = str(error.args[0] if error.args else error)[:RPC_ERROR_CHARS]
-    text = text.encode("utf-8", "replace").decode()  # a lone surrogate cannot travel
+    text = text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be encoded
     if isinstance(error, Overloaded):
         failure = Failure("overloaded", text, int(min(max(error.retry_after_s, 0.0), RPC_DEADLINE_S) * 1000))
     else:
@@ -142,7 +142,7 @@ def encode_failure(call_id: int, error: PeerdError) -> bytes:
 
 
 def decode_failure(body: bytes, peer: PeerId) -> RemoteError:
-    """The error that an ERROR message of `peer` stands for."""
+    """The error that an ERROR message of `peer` represents."""
     failure = decode(Failure, body, RPC_ERROR_BYTES)
     text = "".join(char if char.isprintable() else "?" for char in failure.text)  # it may reach a terminal
     if failure.what == "overloaded":
@@ -157,33 +157,33 @@ def decode_failure(body: bytes, peer: PeerId) -> RemoteError:
 
 
 class MessageParser:
-    """Bytes in, messages out.
+    """Parser of a stream: bytes in, messages out.
 
-    `feed` returns the messages that are complete. It stops after a message that has frames: then the driver calls
-    `accept` or `skip`, fills what is `wanted` with `fill`, and goes on with `feed(b"")`.
+    `feed` returns the complete messages. It stops after a message with frames: then the driver calls `accept` or
+    `skip`, passes the `wanted` bytes to `fill`, and continues with `feed(b"")`.
     """
 
     def __init__(self) -> None:
-        self.wanted = 0  # payload bytes still to come; while above zero, `fill` and not `feed`
+        self.wanted = 0  # payload bytes still to arrive; while positive, call `fill` instead of `feed`
         self._rest: bytes | bytearray = b""
-        self._need = _HEAD.size  # `_rest` holds no complete message until it is this long
-        self._pending: RpcMessage | None = None  # its frames wait for `accept` or `skip`
-        self._targets: list[memoryview] = []  # where payload bytes go, first one first; none while skipping
+        self._need = _HEAD.size  # `_rest` contains no complete message until it is this long
+        self._pending: RpcMessage | None = None  # a message whose frames wait for `accept` or `skip`
+        self._targets: list[memoryview] = []  # buffers for the next payload bytes, in order; empty while skipping
 
     @property
     def partial(self) -> tuple[int, int]:
-        """Bytes held of a message that is not complete, and how many it needs before its payloads; 0: of none."""
+        """Bytes stored of an incomplete message, and bytes it needs before its payloads; (0, 0) if there is none."""
         return (0, 0) if self._pending is not None or self.wanted else (len(self._rest), self._need)
 
     @property
     def clean(self) -> bool:
-        """True when the stream may end here."""
+        """True if the stream may end here."""
         return not self._rest and not self.wanted and self._pending is None
 
     def feed(self, data: bytes) -> list[RpcMessage]:
         """Messages completed by `data`; the last one may wait for `accept` or `skip`."""
         if self._pending is not None or self.wanted:
-            raise LocalError("the payload comes first")
+            raise LocalError("feed was called before the payload was read")
         if self._rest:
             rest = self._rest if isinstance(self._rest, bytearray) else bytearray(self._rest)
             rest += data
@@ -212,27 +212,27 @@ class MessageParser:
         return messages
 
     def accept(self, into: Sequence[memoryview] | None = None) -> Sequence[bytearray | memoryview]:
-        """Take the payloads of the message that waits into these buffers, or new ones; full once `wanted` is 0."""
+        """Receive the pending message's payloads into these buffers, or new ones; they are full once `wanted` is 0."""
         headers = self._waiting().headers
         buffers = [bytearray(header.payload_bytes) for header in headers] if into is None else into
         if [len(buffer) for buffer in buffers] != [header.payload_bytes for header in headers]:
-            raise LocalError("buffers of other sizes than the payloads")
+            raise LocalError("the buffers and the payloads differ in size")
         self._targets = [memoryview(buffer) for buffer in buffers if buffer]
         self._begin()
         return buffers
 
     def skip(self) -> None:
-        """Pass over the payloads of the message that waits, or over what is still missing of them."""
+        """Skip the payloads of the pending message, or the rest of them."""
         self._targets = []
         if self._pending is not None:
             self._begin()
 
     def room(self) -> memoryview | None:
-        """Buffer for the next payload bytes, all of one frame's at most; None: they are skipped."""
+        """Buffer for the next payload bytes, at most the rest of one frame, or None if they are skipped."""
         return self._targets[0] if self._targets else None
 
     def filled(self, count: int) -> None:
-        """So many bytes were put into `room`."""
+        """Record that `count` bytes were written to `room`."""
         target = self._targets[0]
         self.wanted -= count
         if count == target.nbytes:
@@ -241,9 +241,9 @@ class MessageParser:
             self._targets[0] = target[count:]
 
     def fill(self, data: bytes | memoryview) -> None:
-        """Payload bytes, at most `wanted` of them."""
+        """Process payload bytes, at most `wanted` of them."""
         if len(data) > self.wanted:
-            raise LocalError("more bytes than the payload wants")
+            raise LocalError("more bytes than the payload needs")
         self.wanted -= len(data)
         if not self._targets:
             return
@@ -305,7 +305,7 @@ def _read_block(data: bytes, at: int, stop: int, kind: int, frames: int, call_id
 
 
 def _read_headers(data: bytes, at: int, frames: int) -> tuple[tuple[FrameHeader, ...], int, int]:
-    """The headers, the bytes of their frames, and where they end."""
+    """The headers, the total bytes of their frames, and the offset behind the headers."""
     headers, total = [], 0
     for _ in range(frames):
         header, at = decode_header(data, at)

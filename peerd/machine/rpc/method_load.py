@@ -1,8 +1,8 @@
-"""The books of calls, sans-IO: how loaded a method is, which calls wait.
+"""The accounting of calls, sans-IO: the load of each method, and which calls wait for an answer.
 
-Nothing here reads a clock or a stream: `now` and `user` are arguments. Everything is bounded by core/limits and by the
-methods' declarations. A hostile peer may: call too often, under many identities, answer calls that were never made.
-What it has us hold is in `machine/budget/book`.
+No clock and no streams: `now` and `user` are arguments. Everything is bounded by core/limits and by the methods'
+declarations. Hostile input: a peer may call too often, under many identities, or answer calls that were never made. The
+memory that it makes us use is accounted for in `machine/budget/book`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ E = TypeVar("E")
 
 
 class MethodName(NamedTuple):
-    """`dht/4/find`, taken apart: protocol `/peerd/dht/4`, name `find`, as text and as it travels."""
+    """A parsed method name, such as `dht/4/find` with protocol `/peerd/dht/4` and `name` `find` in wire form."""
 
     full: str
     service: str
@@ -32,7 +32,7 @@ class MethodName(NamedTuple):
 
 
 def method_name(full: str) -> MethodName:
-    """Take "service/version/name" apart; LocalError when it has another form."""
+    """Parse "service/version/name". Raises LocalError for any other form."""
     match = _METHOD.fullmatch(full)
     if match is None or len(match[3]) > RPC_NAME_BYTES:
         raise LocalError(f"{full!r} is not a method: service/version/name")
@@ -45,25 +45,25 @@ class Counters:
     """Counters of the calls of one method or service, on one side."""
 
     calls: int = 0
-    failed: int = 0  # ended with an error, whoever's fault
-    refused: int = 0  # of these, turned away before any work
-    gave_way: int = 0  # of the failed ones, ended for others: their callers did not move
-    busy_s: float = 0.0  # time that the finished calls took, together
+    failed: int = 0  # calls that ended with an error on either side
+    refused: int = 0  # of these, refused before any work
+    gave_way: int = 0  # of the failed ones, ended in favour of others because their callers made no progress
+    busy_s: float = 0.0  # total time of the finished calls
 
 
 class Crowd(NamedTuple):
-    """The share of a method's places that is used up: 0 the peer's, 1 its place's, REGION, EVERYBODY; and why."""
+    """The exhausted share of a method's slots (0 the peer's, 1 its place's, REGION, EVERYBODY), and the reason."""
 
     scope: int
     why: str
 
 
 class MethodLoad:
-    """Load of a method: the calls that run now, and what the finished ones cost.
+    """Load of a method: the running calls, and the cost of the finished ones.
 
-    Each peer, place and network has its share of the method's places, and a part of them is for members alone. While
-    fewer calls run than any of these shares allows, they are only counted by user, which is cheap; above, an account
-    has the sums. Invariant (`check`): no share is exceeded.
+    Each peer, place and network has a share of the method's slots, and some slots are reserved for members. While fewer
+    calls run than any share allows they are only counted by user, which is cheap; above that, an account keeps the
+    sums. Invariant (`check`): no share is exceeded.
     """
 
     def __init__(self, declared: Declaration) -> None:
@@ -73,10 +73,10 @@ class MethodLoad:
         self.by_user: dict[User, int] = {}
         self._share = declared.share
         self._calm = min(self._share.peer, self._share.place)
-        self._account: ShareAccount | None = None  # while it is crowded
+        self._account: ShareAccount | None = None  # only while many calls run
 
     def enter(self, user: User, is_member: Callable[[str], bool]) -> Crowd | None:
-        """Count one more call of `user`; or return the share that leaves no place for it."""
+        """Count one more call of `user` and return None, or return the share that is exhausted."""
         if self.running >= self._calm or self._account is not None:
             account = self._account or self._counted()
             full = account.objection(user, 1, member=False)
@@ -91,7 +91,7 @@ class MethodLoad:
         return None
 
     def leave(self, user: User, took_s: float) -> None:
-        """A call that entered has ended."""
+        """Record that an entered call has ended."""
         self.running -= 1
         self.counters.busy_s += took_s
         mine = self.by_user[user] - 1
@@ -106,14 +106,14 @@ class MethodLoad:
                 self._account.add(user, -1)
 
     def _counted(self) -> ShareAccount:
-        """An account of the calls that run."""
+        """Create the account of the running calls."""
         account = self._account = ShareAccount(self._share)
         for user, count in self.by_user.items():
             account.add(user, count)
         return account
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant is broken."""
+        """Raise AssertionError if an invariant is broken."""
         assert self.running == sum(self.by_user.values()) <= self._share.total
         assert self._account is None or self._account.by == self.by_user
 
@@ -125,10 +125,10 @@ class MethodLoad:
 
 
 class PendingCalls(Generic[E]):
-    """The calls that wait for an answer on one stream: ids rise, each entry has a deadline.
+    """The calls that wait for an answer on one stream: ids ascend, each entry has a deadline.
 
     `due` is never later than the earliest deadline; it may be earlier, after calls were answered. So a driver that
-    wakes at `due` and asks `overdue` misses nothing, and a call that is answered in time costs no timer.
+    wakes at `due` and calls `overdue` misses nothing, and a call that is answered in time costs no timer.
     """
 
     def __init__(self, most: int = RPC_PENDING) -> None:
@@ -141,7 +141,7 @@ class PendingCalls(Generic[E]):
         return len(self._entries)
 
     def add(self, deadline: float, entry: E) -> int | None:
-        """The new call's id; None when too many wait already."""
+        """The new call's id, or None if too many calls already wait."""
         if len(self._entries) >= self._most:
             return None
         call_id = self._next_id
@@ -152,7 +152,7 @@ class PendingCalls(Generic[E]):
         return call_id
 
     def get(self, call_id: int) -> E | None:
-        """Like `pop`, but the call goes on waiting."""
+        """Like `pop`, but the call continues to wait."""
         found = self._entries.get(call_id)
         if found is not None:
             return found[1]
@@ -160,7 +160,10 @@ class PendingCalls(Generic[E]):
         return None
 
     def pop(self, call_id: int) -> E | None:
-        """The entry that an answer is for; None when nobody waits any more. ProtocolViolation: never called."""
+        """Remove and return the entry of an answered call, or None if it no longer waits.
+
+        Raises ProtocolViolation if there was no such call.
+        """
         found = self._entries.pop(call_id, None)
         if found is not None:
             return found[1]
@@ -169,7 +172,7 @@ class PendingCalls(Generic[E]):
         return None
 
     def overdue(self, now: float) -> list[tuple[int, E]]:
-        """Take out the calls whose deadline has passed, and move `due` on."""
+        """Remove and return the calls whose deadline has passed, and update `due`."""
         late = [(call_id, entry) for call_id, (deadline, entry) in self._entries.items() if deadline <= now]
         for call_id, _ in late:
             del self._entries[call_id]
@@ -177,7 +180,7 @@ class PendingCalls(Generic[E]):
         return late
 
     def drain(self) -> list[E]:
-        """Take out every call: the stream is gone."""
+        """Remove and return all calls, because the stream is closed."""
         entries = [entry for _, entry in self._entries.values()]
         self._entries.clear()
         self.due = math.inf
