@@ -1,7 +1,8 @@
-"""The run file, offered to strangers by backbones and users' own loops: service `run/1`, open to everyone.
+"""Service `run/1`: backbones and users' own loops send the run file to anyone who asks.
 
-A stranger needs the file to see what a run is, before it has a token. Bounded by the host's book as any call is, and to
-a few at once. A hostile backbone may give anything: `core.messages.run_link` refuses what may not be used.
+A stranger needs the file to see what a run is, before it has a token. The host's resource book limits these calls like
+any others, and only a few are served at once. A hostile backbone may send anything: `core/messages/run_link.py` rejects
+what must not be used.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ DECLARED: Final = {
 
 
 class RunOffer:
-    """Answers with `told`'s file, as it is at that time, while it is open."""
+    """Answers requests for the run file with the current result of `told`, between `open` and `close`."""
 
     def __init__(self, rpc: Rpc, run: str, told: Callable[[], RunFileTold]) -> None:
         self._rpc, self._run, self._told = rpc, run, told
@@ -57,9 +58,10 @@ class RunOffer:
 
 
 def own_signature(run: RunFile, file: bytes, host: Host, path: Path) -> bytes:
-    """The organizer's signature of `file`: made here, where this is its peer, else read from `path`.
+    """The organizer's signature of `file`, or b"" if the run has no organizer.
 
-    Empty where the run has no organizer. ConfigError says why there is none, and what to do.
+    The organizer's own peer signs `file` here; any other peer reads the signature from `path`. Raises ConfigError if
+    the signature is missing or wrong; its text says what to do.
     """
     organizer = run.access.organizer
     if not organizer:
@@ -76,7 +78,7 @@ def own_signature(run: RunFile, file: bytes, host: Host, path: Path) -> bytes:
 
 
 async def fetch_file(stack: PeerStack, link: JoinLink, timeout_s: float) -> RunFileTold:
-    """Ask the backbone of `link` for its run file; RemoteError says why there is none."""
+    """Fetch the run file from the backbone of `link`. Raises RemoteError if that fails."""
     async with trio.open_nursery() as nursery:
         await nursery.start(functools.partial(stack.host.run, []))
         await nursery.start(stack.rpc.run)

@@ -1,9 +1,9 @@
-"""Time limits of calls and waits: what each bounds, and why it may be a constant.
+"""Table of the time limits of calls and waits that are constants, each with the reason why it may be one.
 
-A time limit that a larger model, a slower line or more peers would reach is wrong: work that moves bytes has seconds
-for its bytes beside it, or ends by silence. A test walks through the code, and fails for a constant in a time limit
-that has no row here. Deadlines that a peer measures (rounds of averaging, calls to stages and experts) are no
-constants, and have none.
+A time limit is wrong if a larger model, a slower line or more peers would reach it. So work that transfers bytes gets
+extra seconds for its bytes, or ends only when the peer falls silent. A test reads the code, and fails if a constant in
+a time limit has no row here. Deadlines that a peer measures (averaging rounds, calls to stages and experts) are not
+constants and have no row.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from typing import Final
 
 SMALL: Final = "an exchange of some kilobytes between two peers"
-AGAIN: Final = "what does not come by then is asked for again, or done without"
-PAUSE: Final = "a pause between two looks: it ends nothing"
-BYTES: Final = "seconds for the bytes come on top"
-LOCAL: Final = "work of this machine that no model makes longer"
-LEAVING: Final = "a peer that leaves must be gone when the user expects it; the others go on without"
+AGAIN: Final = "on timeout the caller asks again, or continues without the answer"
+PAUSE: Final = "an interval between two checks; it cancels nothing"
+BYTES: Final = "seconds for the bytes are added"
+LOCAL: Final = "local work, whose time does not depend on the model"
+LEAVING: Final = "a leaving peer must end when the user expects it; the others continue without it"
 
-# module.NAME: why it may be a constant.
+# module.NAME: why it may be a constant
 TIMEOUTS: Final[Mapping[str, str]] = {
     # commands and the daemon
     "peerd.commands.doctor.network_checks._CONNECT_S": SMALL,
@@ -73,17 +73,17 @@ TIMEOUTS: Final[Mapping[str, str]] = {
     "peerd.service.conductor.duty._LOOK_FOR_S": AGAIN,
     "peerd.service.conductor.duty._LOOK_S": PAUSE,
     "peerd.service.conductor.duty._REFRESH_S": AGAIN,
-    "peerd.service.conductor.orders._MOVE_TIMEOUT_S": "a member that takes longer goes on, and says so when it is done",
+    "peerd.service.conductor.orders._MOVE_TIMEOUT_S": "a slower member continues, and reports when it is done",
     "peerd.service.conductor.orders._TRANSFER_TIMEOUT_S": SMALL,
     "peerd.service.conductor.placing._DIRECTORY_S": AGAIN,
     "peerd.service.conductor.rivals._ANSWER_S": SMALL,
     "peerd.service.conductor.rivals._CONNECT_S": SMALL,
     # averaging and stages
-    "peerd.service.averaging.allreduce.RPC_ROUND_DEADLINE_S": "a week; a round ends by silence",
+    "peerd.service.averaging.allreduce.RPC_ROUND_DEADLINE_S": "a week; a round ends when a peer falls silent",
     "peerd.service.averaging.allreduce._ANSWER_S": SMALL,
     "peerd.service.averaging.allreduce._LOOK_S": PAUSE,
     "peerd.service.averaging.preconnect._LOOK_S": PAUSE,
-    "peerd.service.pipeline.stage_calls.RPC_ROUND_DEADLINE_S": "a week; a round ends by silence",
+    "peerd.service.pipeline.stage_calls.RPC_ROUND_DEADLINE_S": "a week; a round ends when a peer falls silent",
     "peerd.service.pipeline.stage_peers._AFTER_REST_S": PAUSE,
     "peerd.service.pipeline.stage_peers._IDLE_LOOK_S": PAUSE,
     "peerd.service.pipeline.stage_peers._LOOK_S": PAUSE,

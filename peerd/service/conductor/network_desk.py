@@ -1,9 +1,9 @@
 """The conductor's answers about the network between peers: `network/1/report` and `network/1/map`.
 
-A report is taken from whoever reports to this conductor as a stage peer, helper or trainer, a few a minute, and of its
-figures those about others that do so, too. The map is told to anybody of the run, page by page: all pairs of a small
-swarm, with estimates, of a large one the pairs that were measured. Making a page is bounded, and the order of pages is
-made anew every few seconds at most, whoever asks. Hostile input: any body; what it is worth, `machine/network` says.
+Accepts reports of peers that report to this conductor as stage peers, helpers or trainers, one in five seconds from
+each. Only their measurements about other such peers count. Any peer of the run may read the map, page by page: for a
+small swarm all pairs, with estimates; for a large one the measured pairs. The work for a page is bounded, and the order
+of pages is computed at most once in five seconds. Hostile input: any body. `machine/network` limits its effect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from peerd.service.conductor.tenure import Tenure
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 
 REPORT_PAUSE_S: Final = 5.0  # between two reports of one peer
-FILLED_PEERS: Final = 32  # of a swarm whose gaps are estimated for those who ask
+FILLED_PEERS: Final = 32  # at most, in a swarm whose missing pairs are estimated
 _OUTLINE_S: Final = 5.0
 _REPORT: Final = "network/1/report"
 _MAP: Final = "network/1/map"
@@ -44,7 +44,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Outline:
-    """The pairs to tell, in order, as they were a moment ago; `filled` of a small swarm."""
+    """The pairs of the map in the order of its pages, at the time `at`. `filled`: with estimates, for a small swarm."""
 
     of: Tenure
     at: float
@@ -54,7 +54,7 @@ class _Outline:
 
 
 class NetworkDesk:
-    """See the module's header. `run`: the fingerprint of the run that is conducted."""
+    """Serves `network/1` while this peer conducts. `run`: the run's fingerprint."""
 
     def __init__(self, run: bytes, rpc: Rpc, driver: MachineDriver) -> None:
         self._run, self._rpc, self._driver = run, rpc, driver
@@ -67,11 +67,11 @@ class NetworkDesk:
         self._rpc.serve(_MAP, NetworkMapAsk, self._map, declared=DECLARED[_MAP])
 
     def unserve(self) -> None:
-        """Answer no more."""
+        """Stop answering calls."""
         self._rpc.unserve("network/1")
 
     def _tenure(self, fingerprint: bytes) -> Tenure:
-        """The tenure; Refused where the run is another one, or this peer does not conduct."""
+        """The tenure. Raises Refused for another run, or if this peer does not conduct."""
         if fingerprint != self._run:
             raise Refused(OTHER_RUN_FILE)
         if self._driver.tenure is None:
@@ -79,14 +79,14 @@ class NetworkDesk:
         return self._driver.tenure
 
     def _posts(self) -> dict[str, str]:
-        """The peers that report here, each with a post that it holds, or its own name as a trainer."""
+        """The peers that report here, each with one of its posts, or its own name if it is a trainer."""
         return {peer_of(name): name for name in self._driver.heard}
 
     async def _report(self, call: Incoming[NetworkReport]) -> Answer[Empty]:
         tenure, teller, now = self._tenure(call.body.run), call.peer.text, trio.current_time()
         known = self._posts()
         if teller not in known:
-            raise Refused("you are no stage peer, helper or trainer that reports to this conductor")
+            raise Refused("you do not report to this conductor as a stage peer, helper or trainer")
         since_s = now - self._reported.get(teller, float("-inf"))
         if since_s < REPORT_PAUSE_S:
             raise Overloaded("you have just reported", REPORT_PAUSE_S - since_s)

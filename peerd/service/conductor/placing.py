@@ -1,11 +1,11 @@
-"""Placing: finds the stage that this peer serves, when it joins and when it moves, with evidence from the living.
+"""Finds the stage that this peer serves, when it joins and when it moves.
 
-A newcomer asks the conductor for its list of members. Where nobody conducts, the run's records count instead, but only
-those of peers that say so when they are asked: a record outlives its peer by a minute, and a peer that came back serves
-nothing yet. Of a peer that nobody can ask they count unless it has announced that it came after them. A peer that has
-its turn to move (`machine/swarm/placement`) moves only when no peer that announces the empty stage says that it serves
-it, nobody is on the way there, and a stage-mate with the state says that it stays. Hostile input: records, arrivals,
-the list, answers. A peer that claims a stage and does not serve it delays a move by _DOUBT_S, no longer.
+A newcomer asks the conductor for its list of members. If nobody conducts, the records of the run count instead, but
+only those of peers that confirm their record when asked: a record outlives its peer by a minute, and a peer that has
+restarted serves nothing yet. A peer that can only dial cannot be asked; its record counts unless it has announced its
+arrival after that record. A peer whose turn it is to move (`machine/swarm/placement`) moves only if no peer confirms
+that it serves the empty stage, no peer is about to serve it, and a stage-mate with the state confirms that it stays.
+Hostile input: records, arrivals, the list, answers. A peer that falsely claims to serve a stage delays a move by 60 s.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from peerd.service.conductor.rivals import POSTS, Rivals
 from peerd.service.rpc.types import Answer, Incoming
 
 DECLARED: Final = {POSTS: Declaration(shows=Shows.NOTHING, rows=None, memory_bytes=0, device_s=0.0)}
-_TOGETHER_S: Final = 1.0  # for others that join at the same moment to be seen
-_LOOK_S: Final = 1.0  # between looks at the list
-_DOUBT_S: Final = 60.0  # a stage that only the list calls empty, or that others are on their way to, waits so long
-_DIRECTORY_S: Final = 10.0  # for the directory, which asks many
+_TOGETHER_S: Final = 1.0  # until we read the arrivals, so that peers that join at the same time see each other
+_LOOK_S: Final = 1.0  # between checks of the list
+_DOUBT_S: Final = 60.0  # wait if a peer claims to serve the empty stage, or others may be moving there
+_DIRECTORY_S: Final = 10.0  # limit for the directory, which asks many peers
 
 
 class StageFinder:
-    """See the module's header. `run`: the run's fingerprint."""
+    """Chooses the stage of one peer. `run`: the run's fingerprint."""
 
     def __init__(self, run: bytes, following: ConductorClient, rivals: Rivals, clock: Clock) -> None:
         self._run, self._following, self._rivals, self._clock = run, following, rivals, clock
         self._directory, self._own = following.directory, following.own
         self._vacancies = VacancyWatch(self._own.text, self._directory.stages)
-        self._leaving: int | None = None  # the stage that this peer is about to leave: a mate must not rely on it
+        self._leaving: int | None = None  # the stage that this peer is about to leave; mates must not rely on it
 
     async def answer(self, posts: Callable[[], list[int]]) -> None:
-        """Tell others that ask which stages this peer serves, until cancelled. `posts`: these stages."""
+        """Answer other peers that ask which stages this peer serves, until cancelled. `posts` returns these stages."""
 
         async def held(call: Incoming[WhichPosts]) -> Answer[PostsHeld]:
             if call.body.run != self._run:
@@ -61,25 +61,27 @@ class StageFinder:
     # --- joining ----------------------------------------------------------------------------------------------
 
     async def choose(self, since: float, has: Sequence[int], planned: int | None = None) -> tuple[int, str]:
-        """The stage to serve, and the reason. `since`: our arrival; `has`: stages we have states of, the newest first.
+        """Choose the stage to serve. Returns the stage and the reason.
 
-        `planned`: the stage that the run's plan gives this peer. Raises RemoteError when there is no directory.
+        `since`: our arrival; `has`: stages of which we have states, the newest first; `planned`: the stage of this peer
+        in the run's plan, if any. Raises RemoteError if the directory cannot be reached.
         """
         if planned is not None:
             await self._directory.announce_arrival(since, has, takes=planned)
             return planned, "the run's plan says so"
         await self._directory.announce_arrival(since, has)
         await trio.sleep(_TOGETHER_S)
-        coming = await self._arrivals()  # first: if one of them comes to serve meanwhile, it is seen there
+        coming = await self._arrivals()  # before `_need`: a peer that begins to serve in between is then in the list
         need = await self._need(coming)
         stage, why = place(need, [*coming, Arrival(since, self._own.text, tuple(has))], self._own.text)
         await self._directory.announce_arrival(since, has, takes=stage)
         return stage, why
 
     async def serves_now(self, announced: Callable[[], Awaitable[None]]) -> None:
-        """Say that this peer is no longer on its way. A directory that fails is no error: what was said expires.
+        """Withdraw the announcement that this peer is about to serve; if the directory fails, it expires later.
 
-        `announced`: waits until its records are there. Before that, others would see it neither here nor on its way.
+        `announced` waits until this peer's record is published. Without it others would see neither the record nor the
+        arrival.
         """
         with trio.move_on_after(_DIRECTORY_S), suppress(RemoteError):
             await announced()
@@ -110,7 +112,7 @@ class StageFinder:
     # --- moving -----------------------------------------------------------------------------------------------
 
     async def next_move(self, step: Callable[[], int]) -> Move:
-        """Wait until this peer is to move; from then on it stays for a while. `step`: that of its own state."""
+        """Wait until this peer should move. Then it does not move again for a while. `step`: step of its own state."""
         self.stays()
         followed: PeerId | None = None
         while True:
@@ -118,14 +120,17 @@ class StageFinder:
             conductor = self._following.conductor
             if conductor is not None and not self._following.fails(conductor) and conductor != followed:
                 followed = conductor
-                self._vacancies.forget()  # it gathers its members
+                self._vacancies.forget()  # a new conductor first gathers its members
             move = self._vacancies.look(trio.current_time(), self._living())
             if move is not None and await self._is_backed(move, step()):
                 self._vacancies.moved(trio.current_time())
                 return move
 
     def _living(self) -> list[MemberInfo]:
-        """The last list; where stage 0 is lost there is no conductor to strike its peers off: those that fail us go."""
+        """The conductor's last list, without peers of stage 0 that we cannot reach.
+
+        If stage 0 is lost, no conductor removes them from the list.
+        """
         return [
             member
             for member in self._following.members
@@ -133,12 +138,12 @@ class StageFinder:
         ]
 
     async def goes(self, stage: int) -> None:
-        """Say that this peer is on its way to `stage`. A directory that fails is no error: others may come, too."""
+        """Announce that this peer moves to `stage`. If the directory fails, other peers may move there, too."""
         with trio.move_on_after(_DIRECTORY_S), suppress(RemoteError):
             await self._directory.announce_arrival(self._clock.wall(), takes=stage)
 
     async def may_leave(self, stage: int, mates: Sequence[str]) -> bool:
-        """True when one of these stage-mates says that it serves the stage; none may rely on us then, until `stays`."""
+        """True if one of these stage-mates serves the stage. Then no mate may rely on this peer, until `stays`."""
         self._leaving = stage  # first, so that of two mates that ask at once neither relies on the other
         held = await self._rivals.posts(map(PeerId.parse, mates))
         if any(stage in stages for stages in held.values()):
@@ -147,11 +152,11 @@ class StageFinder:
         return False
 
     def stays(self) -> None:
-        """Mates may rely on this peer again: it has left, or stays where it is."""
+        """End the effect of `may_leave`: this peer has left the stage, or stays there, and mates may rely on it."""
         self._leaving = None
 
     async def _is_backed(self, move: Move, step: int) -> bool:
-        """True when the evidence is for the move: see the module's header."""
+        """True if the directory and other peers confirm the move, by the rules in the module's docstring."""
         with trio.move_on_after(_DIRECTORY_S):
             try:
                 coming = await self._arrivals()  # first, as in `choose`
@@ -169,11 +174,11 @@ class StageFinder:
                 if step == 0 or (not move.ready and entry is not None and entry.progress.step >= step):
                     with_state.add(mate)
             return await self.may_leave(move.source, sorted(with_state))
-        self.stays()  # it took too long
+        self.stays()  # timed out
         return False
 
 
 def _by_turns(posts: Iterable[tuple[PeerId, int]], stages: int) -> list[PeerId]:
-    """The peers of these posts, one of each stage after the other: some of each come first."""
+    """The peers of these posts, in turns: one of each stage, then a second one of each, and so on."""
     of = [sorted(peer for peer, at in posts if at == stage) for stage in range(stages)]
     return list(dict.fromkeys(peer for row in zip_longest(*of) for peer in row if peer is not None))

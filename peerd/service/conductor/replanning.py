@@ -1,10 +1,10 @@
-"""Placement by the measured network: now and then the conductor plans anew who serves which stage, and wishes moves.
+"""Placement by the measured network: the conductor replans from time to time who serves which stage.
 
-For runs with `pipeline.placement: network`. A plan is made when members have come or gone, when more pairs are measured
-than when it was planned, or when a step of the placement that is there would take clearly longer or shorter;
-never twice in a short time. Posts that rest, or are believed to do nothing, are left out. A plan is searched on a
-worker, from what is there, with the cost of moves (`machine/placement/replan`); the conductor's machine orders what it
-finds as far as it harms nobody. Too many peers for a plan: loads alone decide.
+For runs with `pipeline.placement: network`. It plans if members have come or gone, if more pairs are measured than at
+the last plan, or if a step with the current placement would take 15 % more or less time; at most once in two minutes.
+Posts that rest or do no work are left out. A worker searches the plan, starting from the current placement and with the
+cost of moves (`machine/placement/replan`); the machine orders its moves as far as they harm nobody. With more than 128
+peers only their loads decide.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from peerd.machine.swarm.posts import post_name
 from peerd.service.conductor.machine_driver import MachineDriver
 from peerd.service.conductor.tenure import Tenure
 
-PLANNED: Final = 128  # peers of one plan, at most
+PLANNED: Final = 128  # most peers of one plan
 _LOOK_S: Final = 10.0
 _PAUSE_S: Final = 120.0  # between two plans
-_CHANGED: Final = 0.15  # share of a step's time
+_CHANGED: Final = 0.15  # relative change of a step's time
 
 
 Views = dict[tuple[str, str], PairView]
-Lines = dict[str, tuple[float, float]]  # bytes/s of each peer's line, up and down
+Lines = dict[str, tuple[float, float]]  # peer -> bytes/s of its line, up and down
 
 
 class Replanner:
-    """See the module's header. `stages`: what each asks for; `microbatches`: of a step; `worker`: for the search."""
+    """Replans placements. `stages`: requirements of each; `microbatches`: of a step; `worker`: runs the search."""
 
     def __init__(
         self, driver: MachineDriver, clock: Clock, stages: Sequence[StageWork], microbatches: int, worker: Worker
@@ -48,8 +48,8 @@ class Replanner:
         self._rng = clock.rng("replanning")
         self._planned_at = -math.inf
         self._planned_of: tuple[tuple[str, int], ...] = ()
-        self._planned_s, self._planned_by = 0.0, 0  # seconds of a step then, and the figures of pairs that were known
-        self.plans = 0  # that were made
+        self._planned_s, self._planned_by = 0.0, 0  # seconds of a step and number of known figures at the last plan
+        self.plans = 0  # number of plans made
 
     async def run(self) -> None:
         """Plan whenever it is due, until cancelled."""
@@ -82,12 +82,12 @@ class Replanner:
         self.plans += 1
         if moves and self._driver.tenure is tenure:
             told = [Transfer(loads[device].peer, loads[device].stage, stage) for device, stage in moves.items()]
-            tenure.machine.rebalancing.wish(told, "by the measured network a step takes less time so")
+            tenure.machine.rebalancing.wish(told, "a step then takes less time, by the measured network")
 
     async def _measured(
         self, tenure: Tenure, loads: Sequence[PeerLoad]
     ) -> tuple[Views, dict[str, tuple[float, float]]]:
-        """The conductor's map of these peers, and the rates that their lines are said to have; in turns with others."""
+        """The conductor's map of these peers, and the stated rates of their lines. Other tasks run in between."""
         now, lines = trio.current_time(), tenure.machine.roster.lines
         peers = [load.peer for load in loads]
         views: Views = {}
@@ -103,7 +103,7 @@ class Replanner:
         lines: Lines,
         stage_of: tuple[int, ...],
     ) -> tuple[PlacementProblem, float, int]:
-        """The problem, seconds of a step with the placement that is there, and the number of figures that are known."""
+        """The placement problem, seconds of a step with the current placement, and the number of known figures."""
         known = sum(figure is not None for pair in views.values() for figure in (pair.rtt_s, pair.there, pair.back))
         network = filled([load.peer for load in loads], lambda one, other: views[one, other], lines)
         speeds = [load.rate * self._stages[load.stage].flops for load in loads]
@@ -117,5 +117,5 @@ class Replanner:
 
 
 def _of_work(loads: Sequence[PeerLoad]) -> Sequence[PeerLoad]:
-    """The loads of posts that do work; all of them while no rate is known, when the network alone counts."""
+    """The loads of posts with a known rate; all loads if no rate is known, so that only the network counts."""
     return [load for load in loads if load.rate] or loads

@@ -1,15 +1,15 @@
-"""Direct connections instead of relayed ones: DCUtR, for every relayed link of a host.
+"""Replaces relayed links of a host by direct ones: DCUtR hole punching.
 
-    punching = Punching(host, clock)
-    nursery.start(punching.run)
-    punching.status()                 # what was tried with which peer, and what came of it
+    puncher = HolePuncher(host, clock)
+    await nursery.start(puncher.run)
+    puncher.status()                  # what was tried with which peer, and the result
 
 The peer that was dialed over the relay acts: it dials the other's public addresses, then both dial each other at the
-same time, so that each one's router takes the other's packets for answers (`machine.connectivity.hole_punch` decides
-which side, where and when). A connection that comes of it joins the host as any other; the relayed one then drains.
-Invariants: one meeting per peer at a time and few in all; each wait has a deadline; nothing is dialed that
-`machine.connectivity.hole_punch` does not admit. A hostile peer may claim others' addresses, never answer, or fail for
-ever: it costs itself its own pauses. Source: libp2p specs `relay/DCUtR.md`.
+same time, so that each router takes the other side's packets for answers (`machine/connectivity/hole_punch` decides
+which side dials, which addresses, and when). The resulting connection joins the host like any other; the relayed one
+then drains. Invariants: one meeting per peer at a time and few in total; each wait has a deadline; nothing is dialed
+that `machine/connectivity/hole_punch` does not admit. A hostile peer may claim others' addresses, never answer, or fail
+forever: that only lengthens the pauses for itself. Source: libp2p specs `relay/DCUtR.md`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from peerd.net.link.stream import Stream
 from peerd.net.transport import RawLink
 
 _log = logging.getLogger("peerd.net")
-_INTRODUCTION_S = 5.0  # for the other side to introduce itself
+_INTRODUCTION_S = 5.0  # for the other side's identify
 _ANSWER_S = 10.0  # for a message of the other side
-_HANDSHAKE_S = 3.0  # a connection that both sides wait on, or that leads to somebody else, is given up
-_LOOK_S = 10.0  # between two looks whether addresses have changed
+_HANDSHAKE_S = 3.0  # for a handshake: both sides may be waiting, or it is another host
+_LOOK_S = 10.0  # between two checks whether addresses have changed
 
 
 class HolePuncher:
@@ -52,7 +52,7 @@ class HolePuncher:
         self._rng = clock.rng("punching")
         self._memory = hole_punch.PunchMemory(clock.rng("punching pauses"))
         self._nursery: trio.Nursery | None = None
-        self._meeting: dict[PeerId, str] = {}  # peers under treatment, and what is going on
+        self._meeting: dict[PeerId, str] = {}  # peers whose links are being upgraded -> current state
         self._served: dict[PeerId, trio.CancelScope] = {}
         self._room = trio.CapacityLimiter(limits.PUNCH_MEETINGS)
         self._moved = trio.lowlevel.ParkingLot()
@@ -72,28 +72,26 @@ class HolePuncher:
             self._host.unhandle(DCUTR)
 
     def status(self) -> dict[str, Any]:
-        """By peer, as plain data: what is going on, or why it failed and how often."""
+        """By peer, as plain data: the current state, or why it failed and how often."""
         failed = {str(peer): f"{pair.reason} ({pair.failures} times)" for peer, pair in self._memory.pairs.items()}
         return failed | {str(peer): what for peer, what in self._meeting.items()}
 
-    # --- the side that acts --------------------------------------------------------------------------------
+    # --- acting side -----------------------------------------------------------------------------------
 
     def _look(self, peer: PeerId) -> None:
-        """Note that other streams than before go to this peer: perhaps over a relay, perhaps not any more."""
+        """Handle a change of the best link to this peer, which may be relayed now, or direct again."""
         self._moved.unpark_all()
         if self._nursery is not None and peer not in self._meeting and self._to_upgrade(peer) is not None:
-            self._meeting[peer] = "waits for its introduction"
+            self._meeting[peer] = "waiting for its identify message"
             self._nursery.start_soon(self._see_to, peer)
 
     def _to_upgrade(self, peer: PeerId) -> Link | None:
-        """The relayed link that it is ours to upgrade."""
+        """The relayed link to this peer, if it is our task to upgrade it."""
         link = self._host.links.best(peer)
         return link if link is not None and link.way == PathKind.RELAYED and not link.initiator else None
 
     async def _see_to(self, peer: PeerId) -> None:
-        """Upgrade one peer's link: try, and try again after ever longer pauses, until a better link stands or the
-        relayed one is gone.
-        """
+        """Upgrade one peer's link. Retries after growing pauses, until a direct link exists or the relayed one ends."""
         try:
             while (link := self._to_upgrade(peer)) is not None:
                 info = await self._host.introduction(peer, _INTRODUCTION_S)
@@ -127,11 +125,11 @@ class HolePuncher:
             _log.info("connected to %s without the relay: %s, at %s", peer, best.way.word, best.remote)
         else:
             self._memory.failed(peer, said, reason, trio.current_time(), answered=answered)
-            _log.info("%s stays behind its relay: %s", peer, reason)
+            _log.info("no direct connection to %s, the relay stays in use: %s", peer, reason)
 
     async def _reverse(self, peer: PeerId, theirs: Sequence[Multiaddr]) -> None:
-        """Dial it directly: behind a relay it may have been only because nobody could dial us."""
-        self._meeting[peer] = "dials its addresses"
+        """Dial the peer's own addresses: maybe it needed the relay only because it cannot dial us."""
+        self._meeting[peer] = "dialing its addresses"
         addrs = self._memory.admit(peer, hole_punch.to_dial(theirs, self._host.listen_addrs()), trio.current_time())
 
         async def dial(addr: Multiaddr) -> None:
@@ -151,7 +149,7 @@ class HolePuncher:
                     nursery.start_soon(dial, addr)
 
     async def _propose(self, link: Link, agent: str) -> str:
-        """The simultaneous open; returns why it failed, or nothing."""
+        """Do the simultaneous open. Returns why it failed, or "" if it succeeded."""
         peer, reason = link.peer, ""
         first = hole_punch.speaks_first(agent, proposed=True)
         stream = await link.open(DCUTR)
@@ -163,7 +161,7 @@ class HolePuncher:
                 except Unreachable:
                     if attempt == 1 or not link.usable:
                         raise
-                    stream = await link.open(DCUTR)  # js wants another one for each attempt
+                    stream = await link.open(DCUTR)  # js-libp2p expects a new stream for each attempt
                     answer, rtt_s = await self._agree(stream)
                 addrs = self._targets(peer, answer)
                 if not addrs:
@@ -176,10 +174,10 @@ class HolePuncher:
                 stream.reset()
             else:
                 await stream.aclose()
-        return reason or f"nothing came through in {limits.PUNCH_ATTEMPTS} attempts"
+        return reason or f"no connection in {limits.PUNCH_ATTEMPTS} attempts"
 
     async def _agree(self, stream: Stream) -> tuple[HolePunch, float]:
-        """Exchange addresses and say "now": the answer, and the round trip in seconds."""
+        """Exchange addresses and send SYNC. Returns the answer and the round trip in seconds."""
         with trio.fail_after(_ANSWER_S):
             began = trio.current_time()
             await self._say(stream, PunchKind.CONNECT)
@@ -188,14 +186,14 @@ class HolePuncher:
             await self._say(stream, PunchKind.SYNC)
         return answer, rtt_s
 
-    # --- the side that is asked ----------------------------------------------------------------------------
+    # --- answering side ---------------------------------------------------------------------------------
 
     async def _serve(self, stream: Stream) -> None:
         peer = stream.peer
         if stream.link.way != PathKind.RELAYED:
-            raise ProtocolViolation("a proposal to meet without a relay", peer)
+            raise ProtocolViolation("a hole punching request on a link without a relay", peer)
         if peer in self._served:
-            self._served.pop(peer).cancel()  # js opens another stream for each attempt
+            self._served.pop(peer).cancel()  # js-libp2p opens a new stream for each attempt
         if len(self._served) >= limits.PUNCH_MEETINGS:
             stream.reset()
             return
@@ -208,7 +206,7 @@ class HolePuncher:
                         try:
                             await self._follow(stream, nursery)
                         except (trio.TooSlowError, RemoteError) as error:
-                            failure = error  # what is being dialed by now may yet come through
+                            failure = error  # dials in progress may still succeed
             finally:
                 if self._served.get(peer) is scope:
                     del self._served[peer]
@@ -218,7 +216,7 @@ class HolePuncher:
             stream.reset()
 
     async def _follow(self, stream: Stream, nursery: trio.Nursery) -> None:
-        """Answer each CONNECT, dial at each SYNC, until the other side has enough."""
+        """Answer each CONNECT and dial at each SYNC, until the other side ends the stream."""
         opening = trio.CancelScope()
 
         async def open_now(answer: HolePunch, rtt_s: float, scope: trio.CancelScope) -> None:
@@ -232,7 +230,7 @@ class HolePuncher:
                 try:
                     answer = await self._hear(stream, PunchKind.CONNECT)
                 except Unreachable:
-                    return  # it has what it wants, or gives up
+                    return  # the other side has a connection, or gives up
             opening.cancel()
             opening = trio.CancelScope()
             with trio.fail_after(_ANSWER_S):
@@ -241,7 +239,7 @@ class HolePuncher:
                 await self._hear(stream, PunchKind.SYNC)
             nursery.start_soon(open_now, answer, trio.current_time() - began, opening)
 
-    # --- both ----------------------------------------------------------------------------------------------
+    # --- both sides ---------------------------------------------------------------------------------------------
 
     def _offer(self) -> list[Multiaddr]:
         """Addresses at which we can probably be dialed, without /p2p."""
@@ -251,7 +249,7 @@ class HolePuncher:
         return hole_punch.place(self._host.whereabouts.candidates, self._seen(), self._host.listen_addrs())
 
     def _seen(self) -> list[Multiaddr]:
-        """Addresses of the port on which we listen as peers observe them, by their word."""
+        """Addresses of our listening port as peers report them."""
         host = self._host
         ports = {_port(addr) for addr in host.listen_addrs()}
         seen = []
@@ -260,7 +258,7 @@ class HolePuncher:
             if link is None or link.observed is None:
                 continue
             if not link.initiator or link.local is None or _port(link.local) in ports:
-                seen.append(link.observed)  # else it is the trace of some other port of ours
+                seen.append(link.observed)  # otherwise they saw another port of ours
         return seen
 
     def _targets(self, peer: PeerId, message: HolePunch) -> list[Multiaddr]:
@@ -268,7 +266,7 @@ class HolePuncher:
         return self._memory.admit(peer, found, trio.current_time())
 
     async def _open(self, peer: PeerId, addrs: Sequence[Multiaddr], rtt_s: float, first: bool) -> bool:
-        """Dial all `addrs` again and again for a while; whether a direct link stands, however it was made."""
+        """Dial all `addrs` repeatedly for some seconds. True if there is a direct link then, however it was made."""
         with trio.move_on_after(limits.PUNCH_ATTEMPT_S):
             async with trio.open_nursery() as nursery:
                 for addr in addrs:
@@ -293,7 +291,7 @@ class HolePuncher:
                         await self._host.join(raw, way, initiator=first, expected=peer)
                         return
                 except RemoteError as error:
-                    _log.debug("a punched connection to %s at %s came to nothing: %s", peer, addr, error)
+                    _log.debug("a punched connection to %s at %s failed: %s", peer, addr, error)
                 refused += 1
             if not patience.cancelled_caught:
                 await trio.sleep(hole_punch.refused_pause_s(refused, self._rng))
@@ -304,7 +302,7 @@ class HolePuncher:
 
     @contextmanager
     def _expected(self, peer: PeerId) -> Iterator[None]:
-        """Mark what comes from `peer` meanwhile as punched: it comes through our router because we dialed it, too."""
+        """Mark connections from `peer` as punched meanwhile: they pass our router because we dial, too."""
         ours = peer not in self._host.punching
         self._host.punching.add(peer)
         try:
@@ -318,10 +316,10 @@ class HolePuncher:
         await send_message(stream, HolePunch(kind, addrs).encode())
 
     async def _hear(self, stream: Stream, kind: PunchKind) -> HolePunch:
-        """The next message, which has to be of this kind; Unreachable at the end of the stream."""
+        """The next message, which must be of this kind. Raises Unreachable at the end of the stream."""
         raw = await next_message(stream, limits.PUNCH_MESSAGE_BYTES)
         if raw is None:
-            raise Unreachable("the other side has ended the meeting", stream.peer)
+            raise Unreachable("the other side has ended the hole punching", stream.peer)
         message = HolePunch.decode(raw)
         if message.kind != kind:
             raise ProtocolViolation(f"{message.kind.name} where {kind.name} was due", stream.peer)
@@ -329,7 +327,7 @@ class HolePuncher:
 
 
 def _said(info: PeerInfo | None) -> frozenset[Hashable]:
-    """The facts that have to change before a meeting that failed is worth another one."""
+    """The facts of which at least one must change before a peer that failed is tried again early."""
     if info is None:
         return frozenset()
     return frozenset([DCUTR in info.protocols, *(addr for addr in info.addrs if not is_relayed(addr))])

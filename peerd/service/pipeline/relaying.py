@@ -1,8 +1,8 @@
-"""A trainer as relay, for one hop of a microbatch of its own, where two stage peers cannot connect to each other.
+"""A trainer as relay: forwards one hop of its own microbatch between two stage peers that cannot connect to each other.
 
-A hop shows the trainer's own ticket and names the peer of the next stage; the trainer calls that peer in its place and
-gives back the answer. Hostile input: only tickets of attempts that are under way here count, and only calls from a peer
-that serves, to one that serves the stage which the call is for; one at a time for each hop of an attempt.
+The calling stage peer sends the trainer's own ticket and names the peer of the next stage; the trainer calls that peer
+and returns its answer. Hostile input: only tickets of attempts running here count, and only calls from a serving peer
+to a peer that serves the call's stage; one call at a time for each hop of an attempt.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ DECLARED: Final = {
 
 
 class TrainerRelay:
-    """The relay of one trainer. `serves`: peers, and the stages that they serve; `shapes`: of the run."""
+    """The relay of one trainer. `serves`: the pairs of peer and stage that serve; `shapes`: tensor shapes of the
+    run.
+    """
 
     def __init__(self, rpc: Rpc, serves: Set[tuple[str, int]], shapes: MicrobatchShapes) -> None:
         self._rpc, self._serves, self._shapes = rpc, serves, shapes
         self._open: dict[bytes, Ticket] = {}  # by signature
-        self._relayed: set[tuple[bytes, int]] = set()  # hops that a call is being carried for: tickets, and stages
+        self._relayed: set[tuple[bytes, int]] = set()  # hops being relayed: (ticket, stage)
         self.relayed_bytes = 0
         self.relayed = 0
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Relay within the context."""
+        """Relay calls until the block ends."""
         declared, shapes = self._shapes.bound(DECLARED[RELAY]), self._shapes.objection
         self._rpc.serve(
             RELAY, CarryOn, self._relay, declared=declared, objection=self._objection, frames_objection=shapes
@@ -61,7 +63,7 @@ class TrainerRelay:
 
     @contextmanager
     def open(self, ticket: Ticket) -> Iterator[None]:
-        """The scope of an attempt: its calls are relayed."""
+        """The scope of an attempt, in which its calls are relayed."""
         self._open[ticket.signature] = ticket
         try:
             yield

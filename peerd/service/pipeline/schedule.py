@@ -1,7 +1,7 @@
-"""Pipeline schedule of a microbatch: forward through all stages, backward from the last, replay of a lost stage.
+"""Pipeline schedule of a microbatch: forward through all stages, backward from the last, repeat of a lost stage.
 
-For each microbatch the inputs and output gradients of every stage are kept until the step is averaged, so that a stage
-whose peer died can be done again alone. `StagePeers` picks the peer of a stage, `StageClient` calls it and checks its
+The inputs and output gradients of every stage are kept for each microbatch until the step is averaged, so that a stage
+whose peer died can be repeated alone. `StagePeers` chooses the peer of a stage; `StageClient` calls it and checks its
 answer.
 """
 
@@ -22,7 +22,7 @@ from peerd.service.rpc.rpc import Answer, Rpc
 
 
 class MicrobatchSchedule:
-    """A run's stages in their order, for one trainer; `route`: held to it, else to whichever peers serve."""
+    """A run's stages in order, for one trainer. With a `route`, only its peers are called."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class MicrobatchSchedule:
         return holdings
 
     async def repeat(self, step: int, seq: int, stage: int, load: Microbatch) -> Holding:
-        """Do one stage's backward again, from the kept input and gradient; returns its holder now."""
+        """Repeat one stage's backward from the kept input and gradient; returns the new holder."""
         holding, _ = await self._backward(step, seq, stage, load)
         return holding
 
     async def evaluate(self, tokens: TensorFrame, targets: TensorFrame) -> float:
-        """The loss sum over the samples, with whatever parameters the stages have now."""
+        """The loss summed over the samples, with the current parameters of the stages."""
         x = tokens
         for stage in range(self._last):
             x = await self._stages.forward(stage, None, 0, x)
@@ -71,25 +71,25 @@ class MicrobatchSchedule:
     # --- the stages' peers ------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Look after peers that do not answer or cannot be reached, until cancelled."""
+        """Check overdue answers and probe unreachable peers, until cancelled."""
         await self._peers.run()
 
     def update(self, members: Iterable[MemberInfo]) -> None:
-        """These peers serve now."""
+        """Replace the serving peers."""
         self._peers.update(members)
 
     def peers(self) -> int:
-        """Stage peers that may be called."""
+        """Number of stage peers that may be called."""
         return len(self._peers)
 
     @property
     def waits_for(self) -> str | None:
-        """The reason that no peer of a stage is called; None: nothing is in the way."""
+        """Why no peer of a stage is called, as text, or None."""
         return self._peers.waits_for
 
     @property
     def retries(self) -> int:
-        """The number of calls that were repeated to another peer."""
+        """Number of calls repeated to another peer."""
         return self._stages.retries
 
     @property

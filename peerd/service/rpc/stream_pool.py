@@ -1,6 +1,6 @@
-"""Streams that carry one call at a time, kept for the next one: opening one costs both sides more than a small call.
+"""Idle streams that carry one call at a time, kept for the next call, because opening one costs more than a small call.
 
-Idle ones are closed when a better way to the peer stands, or when nobody has used them for a while.
+Idle streams are closed when there is a better path to the peer, or after a while without use.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from peerd.core.limits import RPC_LANES
 
 
 class PooledStream(Protocol):
-    """A stream that carries calls."""
+    """A stream that carries calls, one at a time."""
 
     used: float  # when its last call ended, in trio time
 
     @property
     def over(self) -> bool:
-        """True when it can carry no further call."""
+        """True if it can carry no further call."""
         ...
 
     @property
     def superseded(self) -> bool:
-        """True when the next call had better take another one: the peer can be reached on a better way by now."""
+        """True if a new stream to the peer would take a better path."""
         ...
 
     def close(self) -> None:
-        """End it; only while it is idle."""
+        """Close it; only while it is idle."""
         ...
 
 
@@ -35,7 +35,7 @@ L = TypeVar("L", bound=PooledStream)
 
 
 class StreamPool(Generic[L]):
-    """Idle lanes, by peer and protocol."""
+    """Idle streams (lanes), by peer and protocol."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[PeerId, str], list[L]] = {}
@@ -44,7 +44,7 @@ class StreamPool(Generic[L]):
         return sum(map(len, self._idle.values()))
 
     def take(self, peer: PeerId, protocol: str) -> L | None:
-        """A lane for the next call; None: a new one has to be opened."""
+        """Take a lane for the next call, or None if there is none."""
         lanes = self._idle.get((peer, protocol), [])
         while lanes:
             lane = lanes.pop()
@@ -53,7 +53,7 @@ class StreamPool(Generic[L]):
         return None
 
     def keep(self, peer: PeerId, protocol: str, lane: L) -> bool:
-        """Keep it for the next call; False: it is of no use, or enough are idle."""
+        """Keep a lane for the next call. Returns False if it is unusable or enough are idle."""
         lanes = self._idle.setdefault((peer, protocol), [])
         if lane.over or lane.superseded or len(lanes) >= RPC_LANES:
             return False
@@ -61,7 +61,7 @@ class StreamPool(Generic[L]):
         return True
 
     def move(self, peer: PeerId) -> None:
-        """A better way to `peer` stands: what is idle on the old one goes."""
+        """Close idle lanes on the old path, because there is a better path to `peer`."""
         for (other, _), lanes in self._idle.items():
             if other == peer:
                 for lane in [lane for lane in lanes if lane.superseded]:
@@ -69,7 +69,7 @@ class StreamPool(Generic[L]):
                     lane.close()
 
     def close_idle(self, since: float) -> None:
-        """Close those that nobody has used after `since`, and forget those that were lost."""
+        """Close lanes that were not used after `since`, and drop lost ones."""
         for key, lanes in list(self._idle.items()):
             for lane in lanes:
                 if lane.used <= since:

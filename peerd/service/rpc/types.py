@@ -1,6 +1,4 @@
-"""Contracts of calls: what they need from below, and what handlers and callers hold in their hands. Values and
-contracts only.
-"""
+"""Interfaces of calls: those that calls need from lower layers, and the values that handlers and callers get."""
 
 from __future__ import annotations
 
@@ -24,14 +22,14 @@ B = TypeVar("B", bound=msgspec.Struct, covariant=True)
 
 
 class Located(Protocol):
-    """A connection, as far as calls want to know of it."""
+    """A connection, as used by calls."""
 
     @property
     def remote(self) -> Multiaddr: ...
 
 
 class RpcStream(Protocol):
-    """Ordered bytes to one peer, with back-pressure: what calls use of a `net.link.link` stream."""
+    """Ordered bytes to one peer, with back-pressure: the part of a `net.link.link` stream that calls use."""
 
     @property
     def peer(self) -> PeerId: ...
@@ -41,51 +39,54 @@ class RpcStream(Protocol):
 
     @property
     def link(self) -> Located | None:
-        """The link that it runs on; None: it does not leave this machine's memory."""
+        """The link that it runs on; None for a stream within this process."""
         ...
 
     @property
     def superseded(self) -> bool:
-        """True when a new stream to this peer would take a better way."""
+        """True if a new stream to this peer would take a better path."""
         ...
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes that were handed over, and have not left yet."""
+        """Bytes passed to `send` that have not left yet."""
         ...
 
     def doubt(self) -> None:
-        """An answer is overdue: see whether the peer is still there."""
+        """Report an overdue answer, so that the link checks whether the peer is still there."""
         ...
 
     async def send(self, data: bytes | bytearray | memoryview) -> None: ...
 
     def send_nowait(self, data: bytes) -> bool:
-        """Take small `data` at once and whole; False, and nothing taken, where `send` would wait or raise."""
+        """Send small `data` whole and without waiting. Returns False, and sends nothing, if `send` would wait or
+        raise.
+        """
         ...
 
     async def receive_some(self, max_bytes: int) -> bytes: ...
 
     async def receive_view(self, max_bytes: int) -> memoryview:
-        """As `receive_some`; the view holds until the next receive."""
+        """As `receive_some`; the view is valid until the next receive."""
         ...
 
     async def receive_into(self, into: memoryview, landed: Callable[[int], None]) -> None:
-        """Fill all of `into`; ProtocolViolation when the stream ends before.
+        """Fill all of `into`. Raises ProtocolViolation if the stream ends before.
 
-        `landed` is told of each piece, perhaps in another task: it is quick and raises nothing.
+        `landed` gets the size of each piece, perhaps in another task; it must be quick and must not raise.
         """
         ...
 
     async def receive_each(self, take: Callable[[bytes], bool]) -> bool:
-        """Give `take` the bytes as they come, until it returns False (then True) or the peer's end (then False).
+        """Pass arriving bytes to `take` as they come. Returns True once `take` returned False, or False at the peer's
+        end.
 
-        `take` may run in another task, as soon as bytes come: it is quick and raises nothing.
+        `take` may run in another task, as soon as bytes arrive; it must be quick and must not raise.
         """
         ...
 
     async def wait_gone(self) -> None:
-        """Returns once the stream is over: reset by either side, closed by this one, or its link lost."""
+        """Return once the stream is over: reset by either side, closed by this one, or its link lost."""
         ...
 
     def reset(self) -> None: ...
@@ -113,63 +114,66 @@ class RpcHost(Protocol):
     def handle(self, protocol: str, handler: Callable[[RpcStream], Awaitable[None]]) -> None: ...
 
     async def supervise(self, work: Callable[[], Awaitable[None]], about: Callable[[], str]) -> bool:
-        """Run `work`; an exception ends it, is noted with `about()`, and goes no further. True: it returned."""
+        """Run `work`. An exception ends it and is logged with `about()`, but not raised. Returns True if `work`
+        returned.
+        """
         ...
 
 
 class AccessGuard(Protocol):
-    """Guard of calls, in and out: `service.access` in a run with tokens. Without a gate, everyone."""
+    """Guard of incoming and outgoing calls: `service.access` in a run with tokens. Without a guard all peers are
+    admitted.
+    """
 
     @property
     def token(self) -> bytes:
-        """Proof that we are a member, shown to others; it goes into the records that we publish."""
+        """Our proof of membership; also part of the records that we publish."""
         ...
 
     def objection(self, caller: PeerId, method: MethodName) -> str | None:
-        """Why a call is refused before anything of it is received; None when it is not."""
+        """Reason to refuse a call before any of it is received, or None."""
         ...
 
     def closed(self, caller: PeerId, methods: Iterable[MethodName]) -> bool:
-        """True when none of a service's `methods` is for this caller; not where the service has none."""
+        """True if the caller may use none of a service's `methods`. False if the service has none."""
         ...
 
     def knows(self, peer: PeerId, method: MethodName) -> bool:
-        """True when `method` of `peer` can be called at once."""
+        """True if `method` of `peer` can be called at once."""
         ...
 
     async def introduce(self, peer: PeerId, method: MethodName) -> None:
-        """Make it so, or raise RemoteError."""
+        """Introduce this peer so that the method can be called. Raises RemoteError."""
         ...
 
     def forgotten(self, peer: PeerId, refusal: Refused) -> bool:
-        """True when a call was refused only because `peer` has forgotten us: another `introduce` shows our
-        token anew.
-        """
+        """True if a call was refused only because `peer` has forgotten us; `introduce` then sends our token again."""
         ...
 
     def may_vote(self, peer: PeerId) -> bool:
-        """True when the peer's clock counts among those by which ours is corrected."""
+        """True if the peer's clock counts among those by which ours is corrected."""
         ...
 
     def waits_for(self) -> str | None:
-        """What is wrong with our own token, and what to do; None if it is valid."""
+        """The problem with our own token and how to solve it, as text; None if it is valid."""
         ...
 
     def allows(self, peer: PeerId, role: str) -> bool:
-        """True when a peer that calls us is a member with `role`."""
+        """True if a calling peer is a member with `role`."""
         ...
 
     def named(self, peer: PeerId, token: bytes, *roles: str) -> str | None:
         """The name, perhaps empty, that the organizer gave to the publisher of a record with `token` in it.
 
-        None when that is no member with one of `roles`, which the log then says; without `roles`, no member.
+        Returns None, and logs the reason, if the publisher is no member with one of `roles` (without `roles`: no
+        member).
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming(Generic[B]):
-    """A call as its handler sees it. `deadline` is in trio time; the handler is cancelled then."""
+    """A call as passed to its handler. `deadline` is in trio time; the handler is cancelled then."""
 
     peer: PeerId
     body: B
@@ -181,7 +185,7 @@ class Incoming(Generic[B]):
 class Answer(Generic[B]):
     """An answer, or one part of a streaming call.
 
-    The payloads of frames that we send must not change any more, as far as they are ready.
+    Ready payload bytes of frames that we send must not change any more.
     """
 
     body: B

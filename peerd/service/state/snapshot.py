@@ -1,12 +1,13 @@
-"""State download, both sides of it: give this peer's state to newcomers, fetch one from several donors at once.
+"""State download, both sides: serves this peer's state to newcomers, and fetches a state from several donors at once.
 
-Besides states this is also how totals (`training.catchup.step_totals`) and kept checkpoints
-(`training.checkpoints.keeper`) travel.
+Totals of steps (`training/catchup/step_totals`) and kept checkpoints (`training/checkpoints/keeper`) are transferred in
+the same way.
 
-What is fetched is whole, and vouched for: digests that the largest camp of donors agrees on (two donors at least, where
-two answer). Nothing is applied here; the caller gets everything or an error. What a failed attempt got is kept in
-memory, for one state, and the next attempt at the same state goes on from there. Donors that were caught lying are left
-alone for a while. The sides: `serve`, `fetch`; which donor to ask for what: `machine/state/download`.
+A fetched state is complete, and matches the digests on which the largest group of donors agrees (at least two donors,
+if two answer). The caller applies it, or gets an error. The pieces of a failed attempt stay in memory, for one state,
+and the next attempt at the same state continues from there. Donors that sent wrong data are not asked for 10 minutes.
+`state_server` has the server side, `fetch` the client side; `machine/state/download` decides what to ask of which
+donor.
 """
 
 from __future__ import annotations
@@ -30,33 +31,33 @@ from peerd.service.state.state_server import KEPT, STATE, Freeze, Methods, State
 
 __all__ = ["KEPT", "Donors", "FetchReport", "Freeze", "SnapshotFetcher", "Snapshots", "StateItem", "StateServer"]
 
-_SHUN_S = 600.0  # how long a donor that lied is not asked
+_SHUN_S = 600.0  # time for which a donor that lied is not asked
 
 
 class SnapshotFetcher:
-    """The newcomer's side: one download at a time."""
+    """The client side: one download at a time."""
 
     def __init__(self, rpc: Rpc, rng: Random | None = None, methods: Methods = STATE) -> None:
-        """`rng` decides which of equal donors gives the digests, and when busy ones are asked again."""
-        self.notes: Callable[[str], None] = lambda _: None  # told what a download does, in words
-        self.chosen: Callable[[Position], None] = lambda _: None  # told what is fetched, once that is decided
-        self.folder: Path | None = None  # where what is fetched lies meanwhile; None: in memory alone
+        """`rng` chooses the donor of the digests among equals, and the times when busy donors are asked again."""
+        self.notes: Callable[[str], None] = lambda _: None  # called with texts on the progress of a download
+        self.chosen: Callable[[Position], None] = lambda _: None  # called with the position, once it is chosen
+        self.folder: Path | None = None  # where the state is stored during a download, or None for memory alone
         self.report: FetchReport | None = None  # of the newest download
         self._rpc, self._methods = rpc, methods
         self._rng = rng or Random(0)
         self._lock = trio.Lock()
-        self._begun: BegunDownload | None = None  # what a failed attempt got
-        self._shunned: dict[str, float] = {}  # until when
-        self._paces = BoundedDict[str, float](LINKS)  # of donors, seconds a byte
+        self._begun: BegunDownload | None = None  # pieces of a failed attempt
+        self._shunned: dict[str, float] = {}  # donor -> until when it is not asked
+        self._paces = BoundedDict[str, float](LINKS)  # donor -> seconds per byte
 
     async def fetch(
         self, donors: Donors, request: StateRequest, expected: Sequence[TensorSpec | StateItem], worker: Worker
     ) -> tuple[Position, list[StateItem]]:
-        """The state that most of `donors` vouch for, whole; RemoteError says why there is none now.
+        """Fetch the whole state that most of `donors` vouch for. RemoteError says why it cannot be fetched now.
 
-        `donors`: peers, or a function that tells those there are, which is asked again while the download goes on.
-        These are known to have their state: where it names several, one alone is not believed.
-        `expected`: name, dtype and shape of each tensor, in the order in which donors give them.
+        `donors`: peers, or a function that returns the current donors and is called repeatedly during the download. The
+        peers that it returns are known to have the state, so if there are several, one that answers alone is not
+        trusted. `expected`: name, dtype and shape of each tensor, in the donors' order.
         """
         layout = StateLayout(expected)
         async with self._lock:
@@ -70,10 +71,10 @@ class SnapshotFetcher:
                 notes=self.notes,
                 chosen=self.chosen,
                 folder=self.folder,
-                all_have_it=callable(donors) and request.of is None,  # a total, or a checkpoint, not all have kept
+                all_have_it=callable(donors) and request.of is None,  # not every donor has an old total or checkpoint
                 paces=self._paces,
             )
-            # Not kept here meanwhile: when another state is chosen, the memory of this one is let go at once.
+            # Not stored in `self` meanwhile: if another state is chosen, this one's memory is freed at once.
             fetching = StateFetch(self._rpc, plan, self._take_kept(layout), self._rng)
             self.report = fetching.report
             try:
@@ -81,13 +82,13 @@ class SnapshotFetcher:
             finally:
                 self._begun = fetching.begun
                 self._shun(fetching.report.liars)
-            self._begun = None  # the caller's, from here
+            self._begun = None  # now owned by the caller
             self.notes(fetching.report.text())
             parts = zip(layout.tensors, layout.views(begun.row), strict=True)
             return begun.claim.position, [StateItem(t.name, t.dtype, t.shape, view) for t, view in parts]
 
     async def layout(self, donor: PeerId, request: StateRequest, wanted: tuple[bytes, int]) -> list[TensorSpec]:
-        """See `fetch_layout`."""
+        """Fetch the layout of a state; see `fetch_layout`."""
         return await fetch_layout(self._rpc, donor, request, wanted)
 
     def _take_kept(self, layout: StateLayout) -> BegunDownload | None:
@@ -106,10 +107,10 @@ class SnapshotFetcher:
 
 
 class Snapshots(SnapshotFetcher):
-    """Both sides of state transfer; `totals` fetches the totals of steps, also while a state is fetched."""
+    """Both sides of state transfer. `totals` fetches the totals of steps, even while a state is fetched."""
 
     def __init__(self, rpc: Rpc, rng: Random | None = None, giving: StateServer | None = None) -> None:
-        """`giving`: one that several stages of this peer share."""
+        """`giving`: a server that several stages of this peer share."""
         super().__init__(rpc, rng)
         self.giving = giving if giving is not None else StateServer(rpc)
         self.totals = SnapshotFetcher(rpc, rng)

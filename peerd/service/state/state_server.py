@@ -1,16 +1,16 @@
-"""The donor's side of state download: frozen copies, and pieces of them for peers that ask.
+"""Server side of state download: frozen copies, and pieces of them for peers that ask.
 
-A copy is frozen when somebody asks for a position of which there is none, and shared by all that ask for that position;
-it is hashed a few pieces at a time, so that the worker gets to other things in between. What is asked for by name (the
-total of a step, a kept checkpoint) is there already and only hashed. Limits: a few copies of either kind, of which one
-in use is not let go for a new one; a number of pieces on their way to one peer and to all (the calls' limits). Beyond
-each, the caller hears Overloaded and when to come back. A caller that names a step that we shall reach, or asks for the
-total of our next one, is answered then, or after _MEET_S; beyond STATE_MEETING such callers, at once.
+A copy is frozen when a caller asks for a position that has no copy yet, and all callers for that position share it. It
+is hashed a few pieces at a time, so that the worker can do other work in between. State that is requested by name (the
+total of a step, a kept checkpoint) exists already and is only hashed. Limits: a few copies of either kind, where a copy
+in use is not dropped for a new one; a number of pieces in flight to one peer and to all (the calls' limits). Beyond a
+limit the caller gets Overloaded, with the time to retry. A caller that names a later step, or asks for the total of our
+next step, is answered when we reach it, or after _MEET_S; if STATE_MEETING callers wait already, at once.
 
-A hostile caller may ask for copies at every step (each takes the place of its last one), for pieces that do not exist
-(Refused), or take its answers slowly (it holds its own share of pieces). A copy counts as in use only for callers that
-get on with it: after _START_S, by pieces that they had not had before, at a least rate, for STATE_COPY_LIFE_S at most.
-And no stranger's use keeps a member of the run from a copy.
+A hostile caller may ask for copies at every step (each replaces its last one), ask for pieces that do not exist
+(Refused), or read its answers slowly (which occupies only its own share of pieces). A copy counts as in use only while
+a caller makes progress: after _START_S it must have received new pieces at a least rate, for at most STATE_COPY_LIFE_S.
+If a member of the run needs a copy, strangers' use does not count.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
 from peerd.service.state.state_room import StateRoom
 
-# A copy that somebody has used within this time, and has not let go of, is in use: longer than a piece may take, so
-# that a joiner on a slow line does not lose its copy between two pieces.
+# A copy counts as in use for this time after a call, unless it is released: longer than a piece may take, so that a
+# joiner on a slow line does not lose its copy between two pieces.
 _BUSY_S = 35.0
-_START_S = 60.0  # in which a caller need not have got anywhere: others give digests and the first pieces, too
-_IDLE_LIFE_S = 300.0  # one that nobody has asked for so long is let go
-_MEET_S = 20.0  # how long to wait for the step that a joiner names
-_HASHED_AT_ONCE = 16  # pieces, of a MiB each
+_START_S = 60.0  # without required progress: other donors may send the digests and first pieces
+_IDLE_LIFE_S = 300.0  # a copy without requests for this time is dropped
+_MEET_S = 20.0  # longest wait for the step that a joiner names
+_HASHED_AT_ONCE = 16  # pieces of 1 MiB each
 
 
 class Methods(NamedTuple):
-    """Names of the calls, and how many steps further than asked for an answer stands that names its step."""
+    """Names of the calls. `ahead`: steps between the position of a request by name and the position of its answer."""
 
     manifest: str
     digests: str
@@ -80,9 +80,9 @@ class Methods(NamedTuple):
 
 STATE = Methods("state/1/manifest", "state/1/digests", "state/1/piece", "state/1/release", ahead=1)
 KEPT = Methods("kept/1/manifest", "kept/1/digests", "kept/1/piece", "kept/1/release", ahead=0)
-LAYOUT: Final = "state/1/layout"  # the names, dtypes and shapes in a state, for keepers that have no model
-# A state and a total may be asked for at once. A copy of the state is kept for all callers together (STATE_COPIES).
-# Beside those that wait for a step (STATE_MEETING), strangers find places for questions that are answered at once.
+LAYOUT: Final = "state/1/layout"  # names, dtypes and shapes in a state, for keepers that have no model
+# A peer may ask for a state and a total at once. All callers share the copies of the state (STATE_COPIES). Besides
+# callers that wait for a step (STATE_MEETING), there is room for requests of strangers that are answered at once.
 _SMALL: Final = Declaration(
     shows=Shows.NOTHING, rows=None, memory_bytes=0, device_s=0.0, calls_per_peer=4, calls=2 * STATE_GIVEN
 )
@@ -120,13 +120,13 @@ class _Use:
     """One caller's use of a copy."""
 
     since: float
-    at: float  # of its last call
-    had: bytearray  # of each piece, a bit
+    at: float  # time of its last call
+    had: bytearray  # one bit for each piece that it received
     had_bytes: int = 0
-    wanted: bool = True  # it has not let go
+    wanted: bool = True  # it has not released the copy
 
     def gets_on(self, now: float, least_bytes_per_s: float) -> bool:
-        """True when it fetches, and does not only hold."""
+        """True while the caller receives new pieces at the least rate."""
         due = (now - self.since - _START_S) * least_bytes_per_s
         return self.wanted and now - self.at < _BUSY_S and self.had_bytes >= due
 
@@ -140,9 +140,9 @@ class _Copy:
     payloads: Sequence[memoryview]
     digests: bytearray
     made: float
-    room: StateRoom | None = None  # where `payloads` lie, if they are this copy's own
-    name: Position | None = None  # under which it is asked for
-    # By caller; one that is back begins where it was.
+    room: StateRoom | None = None  # memory of `payloads`, if the copy owns it
+    name: Position | None = None  # position by which it is requested
+    # By caller; one that returns keeps its progress.
     used: BoundedDict[PeerId, _Use] = field(default_factory=lambda: BoundedDict(STATE_USERS))
 
     def touch(self, peer: PeerId, now: float) -> None:
@@ -151,7 +151,7 @@ class _Copy:
         self.used[peer] = use
 
     def gave(self, peer: PeerId, piece: int, count: int) -> None:
-        """`peer` has got a piece: what it has had before is no progress."""
+        """Record that `peer` was sent a piece. A piece that it had before is no progress."""
         if self.room is not None:
             self.room.used(count)
         use, bit = self.used.get(peer), 1 << piece % 8
@@ -167,7 +167,7 @@ class _Copy:
         return max((use.at for use in self.used.values() if use.wanted), default=self.made)
 
     def in_use(self, now: float, by: Callable[[PeerId], bool]) -> bool:
-        """True when any of the callers that `by` names gets on with it."""
+        """True if any of the callers that `by` accepts makes progress."""
         whole_in_time = self.layout.total_bytes / (STATE_DONORS * STATE_COPY_LIFE_S)
         rate = max(STATE_LEAST_BYTES_PER_S, whole_in_time)
         used = any(use.gets_on(now, rate) for peer, use in self.used.items() if by(peer))
@@ -191,9 +191,9 @@ class _Shelf:
                 del self.copies[root]
 
     def make_room(self, now: float, respected: Callable[[PeerId], bool]) -> None:
-        """Bound the memory, before a new copy is made: the least used goes; Overloaded when all are in use.
+        """Drop the least used copy if there is no room for a new one. Raises Overloaded if all are in use.
 
-        By those who are `respected`: of the others' copies, one is given up.
+        Only use by `respected` callers protects a copy.
         """
         self.drop_unused(now)
         if len(self.copies) >= self.most:
@@ -209,7 +209,7 @@ class _Shelf:
 
 @dataclass(slots=True)
 class _Offer:
-    """This peer's offer to others of one stage of one run."""
+    """What this peer serves for one stage of one run."""
 
     fingerprint: bytes
     worker: Worker
@@ -228,7 +228,7 @@ class _Offer:
 
 
 class StateServer:
-    """Answers calls for the state of this peer; nothing is given before `offer` or `offer_named`."""
+    """Serves this peer's states and named states. Serves nothing before `offer` or `offer_named`."""
 
     def __init__(self, rpc: Rpc, methods: Methods = STATE) -> None:
         self.is_member: Callable[[PeerId], bool] = lambda _: False  # of the run, as far as we know
@@ -253,38 +253,38 @@ class StateServer:
         outline: Outline | None = None,
         folder: Path | None = None,
     ) -> None:
-        """From now on give the state that `freeze` returns.
+        """Serve the state that `freeze` returns, from now on.
 
-        It is called once for each position that `standing` tells and somebody asks for. `reached` waits for a step.
-        `outline` gives the tensors without their values.
-        `worker` hashes and writes: best one that computes nothing else. `folder`: for copies; None: they lie in memory.
+        `freeze` is called once for each requested position. `standing` returns our current position; `reached` waits
+        for a step; `outline` returns the tensors without their values. `worker` hashes and writes, and should compute
+        nothing else. `folder`: for copies, or None to keep them in memory.
         """
         offer = self._offers.setdefault(stage, _Offer(fingerprint, worker))
         offer.freeze, offer.standing, offer.reached = freeze, standing, reached
         offer.outline, offer.folder = outline, folder
 
     def offer_named(self, fingerprint: bytes, stage: int, named: Named, worker: Worker) -> None:
-        """From now on give also what `named` has for a position; what it returns must never change."""
+        """Also serve what `named` returns for a position, from now on. What it returns must never change."""
         self._offers.setdefault(stage, _Offer(fingerprint, worker)).named = named
 
     def withdraw(self, stage: int) -> None:
-        """Give nothing of `stage` any more, and free its copies."""
+        """Stop serving `stage`, and free its copies."""
         self._offers.pop(stage, None)
 
     def let_go(self) -> None:
-        """Free the copies that nobody has asked for in a while. To be called now and then: each is a whole state."""
+        """Free the copies that nobody has requested for a while. Call it regularly: each is a whole state."""
         for offer in self._offers.values():
             for shelf in offer.shelves:
                 shelf.drop_unused(trio.current_time())
 
     @property
     def copies(self) -> list[Position]:
-        """The positions of which there are frozen copies, oldest first."""
+        """The positions of the frozen copies, oldest first."""
         return [copy.manifest.position for offer in self._offers.values() for copy in offer.frozen.copies.values()]
 
     @property
     def in_use(self) -> bool:
-        """True while somebody fetches what is given here."""
+        """True while any caller fetches a copy from here."""
         now = trio.current_time()
         copies = (copy for offer in self._offers.values() for shelf in offer.shelves for copy in shelf.copies.values())
         return any(copy.in_use(now, _anybody) for copy in copies)
@@ -292,22 +292,22 @@ class StateServer:
     async def _give_manifest(self, call: Incoming[StateRequest]) -> Answer[StateManifest]:
         body, offer = call.body, self._offers.get(call.body.stage)
         if offer is None or offer.fingerprint != body.run:
-            raise Refused("this peer does not give the state of that stage")
+            raise Refused("this peer does not serve the state of that stage")
         shelf = offer.frozen if body.of is None else offer.by_name
         if body.of is None and body.meet:
             await self._meet(offer, call.peer, body.meet)
         elif body.of is not None and offer.standing is not None and offer.standing().step == body.of.step:
-            await self._meet(offer, call.peer, body.of.step + 1)  # others make that step before us
+            await self._meet(offer, call.peer, body.of.step + 1)  # others may make that step before us
         async with shelf.lock:
             for other in shelf.copies.values():
-                other.let_go(call.peer)  # it wants another one, or will say so
+                other.let_go(call.peer)  # it now needs another copy, or will ask for this one again
             respected = self.is_member if self.is_member(call.peer) else _anybody
             copy = await (_newest(offer, respected) if body.of is None else _of_name(offer, body.of, respected))
             copy.touch(call.peer, trio.current_time())
         return Answer(copy.manifest)
 
     async def _meet(self, offer: _Offer, caller: PeerId, step: int) -> None:
-        """Wait until we stand at `step`; not for ever, and not where callers that wait would keep others out."""
+        """Wait until we reach `step`: for a limited time, and not if too many callers wait already."""
         if offer.reached is None or caller in self._meeting or len(self._meeting) >= STATE_MEETING:
             return
         self._meeting.add(caller)
@@ -340,7 +340,7 @@ class StateServer:
     async def _give_layout(self, call: Incoming[StateRequest]) -> Answer[Empty]:
         offer = self._offers.get(call.body.stage)
         if offer is None or offer.fingerprint != call.body.run or offer.outline is None:
-            raise Refused("this peer does not give the state of that stage")
+            raise Refused("this peer does not serve the state of that stage")
         text = StateLayout(await offer.outline()).text
         return Answer(Empty(), (TensorFrame("uint8", (len(text),), text),))
 
@@ -359,9 +359,9 @@ def _anybody(_: PeerId) -> bool:
 
 
 async def _newest(offer: _Offer, respected: Callable[[PeerId], bool]) -> _Copy:
-    """A copy of the present state; the one there is, when there is one."""
+    """A copy of the current state: an existing one, or a new one."""
     if offer.freeze is None or offer.standing is None:
-        raise Refused("this peer has no state of its own to give")
+        raise Refused("this peer has no state of its own to serve")
     copy = offer.frozen.of(offer.standing())
     if copy is None:
         offer.frozen.make_room(trio.current_time(), respected)
@@ -371,7 +371,7 @@ async def _newest(offer: _Offer, respected: Callable[[PeerId], bool]) -> _Copy:
 
 
 async def _of_name(offer: _Offer, name: Position, respected: Callable[[PeerId], bool]) -> _Copy:
-    """A copy of what `name` stands for now: a swarm that went back makes another step from a position."""
+    """A copy of what `name` means now: after a rollback the swarm makes another step from the same position."""
     shelf = offer.by_name
     copy = next((copy for copy in shelf.copies.values() if copy.name == name), None)
     if copy is None or copy.manifest.position != name:
@@ -379,9 +379,9 @@ async def _of_name(offer: _Offer, name: Position, respected: Callable[[PeerId], 
         if copy is not None and (found is None or found[0] == copy.manifest.position):
             return copy
         if found is None:
-            raise Refused(f"what was asked for of step {name.step} is not kept here")
+            raise Refused(f"the requested data of step {name.step} is not kept here")
         if copy is not None:
-            copy.name = None  # those that fetch it may go on
+            copy.name = None  # callers that fetch it may continue
         shelf.make_room(trio.current_time(), respected)
         copy = await _hashed(shelf, *found, offer.worker)
         copy.name = name
@@ -389,7 +389,7 @@ async def _of_name(offer: _Offer, name: Position, respected: Callable[[PeerId], 
 
 
 async def _written(offer: _Offer, position: Position, state: Frozen) -> _Copy:
-    """Put a copy of the present state on the shelf, outside of this process's memory where that can be."""
+    """Make a copy of the current state, in a file if possible, and add it to the shelf."""
     layout, folder = StateLayout(state.specs), offer.folder
     _need_room_for_digests(layout)
     room = await offer.worker.run(
@@ -407,7 +407,7 @@ async def _written(offer: _Offer, position: Position, state: Frozen) -> _Copy:
 
 
 async def _hashed(shelf: _Shelf, position: Position, items: list[StateItem], worker: Worker) -> _Copy:
-    """Put what is there already on the shelf."""
+    """Hash a state that exists already, and add it to the shelf."""
     layout, payloads = StateLayout(items), [item.payload for item in items]
     _need_room_for_digests(layout)
     digests = await _digests(layout, payloads, worker, lambda number: None)
@@ -416,7 +416,7 @@ async def _hashed(shelf: _Shelf, position: Position, items: list[StateItem], wor
 
 def _need_room_for_digests(layout: StateLayout) -> None:
     if layout.pieces > STATE_PIECES:
-        raise Refused(f"the state has {layout.total_bytes} bytes, more than can be given")
+        raise Refused(f"the state has {layout.total_bytes} bytes, more than can be served")
 
 
 def _shelved(
@@ -434,7 +434,7 @@ def _shelved(
 async def _digests(
     layout: StateLayout, payloads: Sequence[memoryview], worker: Worker, write: Callable[[int], None]
 ) -> bytearray:
-    """The digests of all pieces, each after it was written; a few at a time."""
+    """Write and hash all pieces, 16 in each job of the worker. Returns the digests."""
     digests = bytearray(layout.pieces * DIGEST_BYTES)
 
     def hash_some(numbers: range) -> None:
