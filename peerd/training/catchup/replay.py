@@ -1,9 +1,9 @@
 """Trail: the totals of the steps from a position to the swarm's, fetched one after another, ahead of their replay.
 
-Fetching can begin at a state that is still downloading: donors keep a total for a few steps, a download may take many.
-Invariants: each leap begins where the one before it ends; never more than STATE_TRAIL leaps wait for their replay; a
-trail that ends (`broken` has the reason) stays ended. Several donors vouch for each total: see
-`service.state.snapshot`.
+Fetching can begin while the state at the start is still downloading, because donors keep a total for only a few steps
+and a download may take longer. Invariants: each leap (one step with its total) begins where the previous one ends; at
+most STATE_TRAIL leaps wait for their replay; a trail that has ended stays ended (`broken` has the reason). Each total
+is confirmed by several donors, see `service.state.snapshot`.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ from peerd.core.messages.swarm import Position
 from peerd.signals import Signal
 from peerd.training.catchup.step_totals import StepTotal
 
-_PAUSE_S = 0.3  # before a total is asked for again
-_TRIES = 4  # for one total, while no donor says that it is gone
-_REFUSALS = 2  # members commit one after another: the first may come too early
+_PAUSE_S = 0.3  # before a total is requested again
+_TRIES = 4  # for one total, if no donor refuses
+_REFUSALS = 2  # donors commit one after another, so the first request may be too early
 
 
 class TotalsTrail:
-    """See the module's header."""
+    """The fetched leaps that wait for their replay."""
 
     def __init__(self, fetch: Callable[[Position], Awaitable[StepTotal]], goal: Callable[[], Position | None]) -> None:
-        """`fetch` gets the leap from a position, or raises RemoteError; `goal`: the swarm's position; None: no goal."""
+        """`fetch` downloads the leap from a position, or raises RemoteError. `goal` returns the swarm's position or
+        None.
+        """
         self._fetch, self._goal = fetch, goal
         self._leaps: deque[StepTotal] = deque()
-        self._start: Position | None = None  # of the first leap that was not taken yet
+        self._start: Position | None = None  # where the first leap not yet replayed begins
         self._end: Position | None = None
         self._changed = Signal()
         self.broken: str | None = None
 
     def begin(self, position: Position) -> None:
-        """Start the trail at a position; leaps from another one are dropped."""
+        """Start the trail at a position. Leaps from any other start are dropped."""
         if position != self._start:
             self._leaps.clear()
             self._start = self._end = position
             self.look()
 
     def look(self) -> None:
-        """Read the goal again: it has moved."""
+        """Notify the trail that the goal has changed."""
         self._changed.notify()
 
     async def lay(self) -> None:
@@ -56,19 +58,19 @@ class TotalsTrail:
                 await self._changed.wait()
                 continue
             if goal.step <= end.step:
-                self._break(f"the swarm has gone to step {goal.step} by another way")
+                self._break(f"the swarm is now at step {goal.step} on another branch")
                 return
             try:
                 leap = await self._fetch(end)
             except RemoteError as error:
                 failures, refusals = failures + 1, refusals + isinstance(error, Refused)
                 if failures >= _TRIES or refusals >= _REFUSALS:
-                    self._break(f"the total after step {end.step} cannot be had: {error}")
+                    self._break(f"the total after step {end.step} could not be fetched: {error}")
                     return
                 await trio.sleep(_PAUSE_S)
                 continue
             failures = refusals = 0
-            if end == self._end:  # else it began anew meanwhile
+            if end == self._end:  # else the trail was restarted meanwhile
                 self._leaps.append(leap)
                 self._end = leap.target
                 self.look()
@@ -78,7 +80,7 @@ class TotalsTrail:
         self.look()
 
     async def next(self) -> StepTotal | None:
-        """The next leap; None when there is none to come: the end of the trail is the goal, or it is broken."""
+        """Wait for the next leap. Returns None if the trail has reached the goal or is broken."""
         while not self._leaps:
             if self.broken is not None or self._goal() in (None, self._end):
                 return None

@@ -1,4 +1,4 @@
-"""Validation of a fetched state: its tensors, after the checks that any member can make by itself."""
+"""Validation of a fetched state: converts it to tensors after the checks that a member can make without other peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from peerd.service.state.snapshot import StateItem
 
 
 def state_at(position: Position, items: Sequence[StateItem]) -> dict[str, Tensor]:
-    """The state, sharing memory with `items`; ValueError when its own step is another."""
+    """The state as tensors that share memory with `items`. Raises ValueError if it contains another step than
+    `position`.
+    """
     state = state_of((item.name, item.dtype, item.shape, item.payload) for item in items)
     if int(state["step"]) != position.step:
         raise ValueError(f"the state offered as that of step {position.step} says it is of step {int(state['step'])}")
@@ -21,9 +23,9 @@ def state_at(position: Position, items: Sequence[StateItem]) -> dict[str, Tensor
 
 
 def checked(position: Position, items: Sequence[StateItem]) -> dict[str, Tensor]:
-    """The state, as by `state_at`; ValueError also when a tensor of it is not finite."""
+    """The state as from `state_at`. Also raises ValueError if a tensor has values that are not finite."""
     state = state_at(position, items)
     bad = [name for name, tensor in state.items() if not all_finite(tensor)]
     if bad:
-        raise ValueError(f"{bad[0]} of the state offered is not finite")
+        raise ValueError(f"tensor {bad[0]} of the downloaded state is not finite")
     return state

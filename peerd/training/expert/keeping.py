@@ -1,4 +1,4 @@
-"""A host's keeper: its vault, its checkpoints, adoption of orphans and sharing with other hosts, for `ExpertHost`."""
+"""A host's keeper: combines vault, checkpoints, adoption of orphans and sharing with other hosts, for `ExpertHost`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from peerd.training.expert.checkpoints import ExpertCheckpoints
 from peerd.training.expert.host import ExpertHost, OwnExpert
 from peerd.training.expert.sharing import ExpertStateSharing
 
-_PREFIXES_AT_ONCE: Final = 256  # of one look into the directory
+_PREFIXES_AT_ONCE: Final = 256  # prefixes in one read of the directory
 
 
 class VaultKeeper:
-    """See the module's header. `state_bytes`: the most that a state of this run takes."""
+    """The keeper of one host. `state_bytes` is the maximum size of an expert's state in this run."""
 
     def __init__(self, ctx: RoleContext, host: ExpertHost, state_bytes: int = EXPERT_STATE_BYTES) -> None:
         assert ctx.run is not None
@@ -36,14 +36,15 @@ class VaultKeeper:
         self.sharing = ExpertStateSharing(ctx, self.vault, host, self.checkpoints, state_bytes)
 
     async def recall(self) -> Mapping[Uid, OwnExpert]:
-        """Returns our own experts without those of which somebody holds a newer checkpoint: these are adopted in turn.
+        """This host's own experts, except those of which others hold a newer checkpoint; these are adopted in the usual
+        order.
 
-        As far as the directory can be read.
+        Considers only what can be read from the directory.
         """
         try:
             await self.vault.open()
         except OSError as error:
-            raise ConfigError(f"{self._folder} can't be used for checkpoints: {error.strerror or error}") from error
+            raise ConfigError(f"{self._folder} cannot be used for checkpoints: {error.strerror or error}") from error
         uids = sorted({pointer.expert.uid for pointer in self.vault.held})
         mine = {uid: OwnExpert(own.generation) for uid in uids if (own := self.vault.own(uid)) is not None}
         async for view in self._views(mine):
@@ -58,14 +59,14 @@ class VaultKeeper:
         return mine
 
     async def state(self, uid: Uid) -> bytes:
-        """The newest checkpoint of our own."""
+        """The newest checkpoint that this host made. Raises ValueError if there is none or it is damaged."""
         pointer = self.vault.own(uid)
         if pointer is None:
-            raise ValueError(f"no checkpoint of expert {uid} is here")
+            raise ValueError(f"this host has no checkpoint of expert {uid}")
         return await self.vault.read(pointer)
 
     async def orphans(self, uids: Collection[Uid]) -> Collection[Uid]:
-        """Those that have a checkpoint somewhere."""
+        """Those of `uids` that have a checkpoint somewhere."""
         found = set[Uid]()
         async for view in self._views(uids):
             found.update(uid for uid, copies in view.kept.items() if copies)
@@ -76,7 +77,7 @@ class VaultKeeper:
         return self.vault.taking
 
     async def run(self, host: ExpertHost) -> None:
-        """Hold, save and adopt until cancelled."""
+        """Serve the vault, save, adopt and share until cancelled."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self.vault.run)
             nursery.start_soon(self.checkpoints.run)
@@ -84,11 +85,11 @@ class VaultKeeper:
             nursery.start_soon(self.sharing.run)
 
     async def hand_over(self, host: ExpertHost) -> None:
-        """Hand experts to hosts that have places."""
+        """Hand experts over to hosts that have places."""
         await self.sharing.leave()
 
     async def leave(self, host: ExpertHost) -> None:
-        """Write what has no checkpoint yet."""
+        """Save experts that have no current checkpoint."""
         await self.checkpoints.leave()
 
     def status(self) -> dict[str, object]:
@@ -97,7 +98,7 @@ class VaultKeeper:
         return {key: value for part in parts for key, value in part.items()} | {"held": len(self.vault.held)}
 
     async def _views(self, uids: Collection[Uid]) -> AsyncIterator[CustodyView]:
-        """Yields views of the directory that together show these experts; stops where it cannot be read."""
+        """Yield views of the directory that together cover these experts. Stops if the directory cannot be read."""
         prefixes = last_prefixes(uids)
         for at in range(0, len(prefixes), _PREFIXES_AT_ONCE):
             try:
@@ -109,6 +110,6 @@ class VaultKeeper:
 
 
 def _newest(view: CustodyView, uid: Uid) -> int:
-    """Returns the newest generation of an expert of which somebody holds a checkpoint; -1 if nobody holds one."""
+    """The newest generation of an expert with a checkpoint somewhere; -1 if there is none."""
     copies = view.kept.get(uid)
     return copies[0].pointer.generation if copies else -1

@@ -1,10 +1,10 @@
-"""Flights of a trainer's microbatches through its own trunk and the experts of others, many at once.
+"""Flights: a trainer's microbatches through its own trunk and other peers' experts, many at once.
 
-For role `trainer` it stands where the pipeline of a run without experts does. Each microbatch is a trio task: its
-segments are jobs on the device's worker, in between it waits for experts. Nothing of it is in the sum before all of it
-has come back. One that got too few answers, or no memory, begins again from its text, after a pause that grows, and
-says so; so does one whose parameters are gone. Experts that it has reached by then have learnt from it: that is their
-affair, no step waits for it and no step takes it back.
+For role `trainer` it replaces the pipeline of a run without experts, with the same interface. Each microbatch is a trio
+task: its segments are jobs on the device's worker, and between them it waits for experts. Its gradient is added to the
+sum only after all of it has come back. A flight that got too few answers or no memory, or whose parameters are gone,
+begins again from its text after a growing pause, and logs that. Experts that it had reached have already learnt from
+it; this is not undone.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from peerd.training.stage.post import Post
 
 T = TypeVar("T")
 
-IN_FLIGHT: Final = 64  # microbatches at once, unless the run file says otherwise: answers take long, not computing
-GRADIENT_BYTES: Final = 1 << 30  # of all that are on their way back
-_AGAIN_S: Final = 0.25  # after the first failure in a row
+IN_FLIGHT: Final = 64  # microbatches at once by default; most of their time is waiting for answers
+GRADIENT_BYTES: Final = 1 << 30  # gradients of all microbatches in flight
+_AGAIN_S: Final = 0.25  # pause after the first failure in a row
 _AGAIN_MOST_S: Final = 10.0
-_NOT_FINITE_BORNE: Final = 2  # times in a row that a microbatch has no finite values here, and it is dropped
-_CLOSING_S: Final = 0.05  # between two looks whether the sum is still being averaged
+_NOT_FINITE_BORNE: Final = 2  # failures in a row for values that are not finite before a microbatch is dropped
+_CLOSING_S: Final = 0.05  # between two checks whether the sum is still being averaged
 
 
 class ExpertFlights:
-    """See the module's header. The interface is that of `service.pipeline.schedule.MicrobatchSchedule`."""
+    """The flights of one trainer. The interface is that of `service.pipeline.schedule.MicrobatchSchedule`."""
 
     def __init__(
         self,
@@ -57,31 +57,31 @@ class ExpertFlights:
         network: ExpertNetwork,
         calls: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        """`calls`: what became of the calls to experts, for status."""
+        """`calls` returns the outcomes of the calls to experts, for status."""
         assert ctx.run is not None
         self._ctx, self._member, self._network, self._calls = ctx, member, network, calls
         self._run: RunFile = ctx.run
         self._section = ctx.run.experts or ExpertsSection()
         self._ready = False
         self.counts = FlightCounts(ctx.log, ctx.clock)
-        self.retries = 0  # flights that began again
+        self.retries = 0  # restarts of flights
         self.sent_bytes = 0
         self.received_bytes = 0
 
     # --- microbatches -------------------------------------------------------------------------------------------
 
     async def train(self, step: int, seq: int, load: Microbatch) -> list[Holding]:
-        """Fly a microbatch there and back until it has landed in the sum of `step`; returns its holder."""
+        """Fly a microbatch until its gradient is in the sum of `step`; returns its holder."""
         mb = Mb(self._ctx.host.id.text, seq)
         await self._again_until_done(lambda: self._train(step, mb, load), step)
         return [Holding(mb.trainer, self._post.receipt(step, mb))]
 
     async def repeat(self, step: int, seq: int, stage: int, load: Microbatch) -> Holding:
-        """Fly again: the sum that had it is lost."""
+        """Fly the microbatch again, because the sum with its gradient is lost."""
         return (await self.train(step, seq, load))[0]
 
     async def evaluate(self, tokens: TensorFrame, targets: TensorFrame) -> float:
-        """The loss sum over the samples, with whatever parameters trunk and experts have now."""
+        """The loss summed over the samples, with the current parameters of trunk and experts."""
 
         async def judge() -> float:
             flight = await self._begin(None, tokens, targets)
@@ -110,7 +110,7 @@ class ExpertFlights:
         return from_frame(tokens, (None, None)), from_frame(targets, (None, None))
 
     async def _there(self, flight: Flight) -> None:
-        """All layers of experts, forward."""
+        """Forward through all layers of experts."""
         scores: Scores | None = await self._work(flight.depart, "forward")
         while scores is not None:
             chosen = await self._network.choose(flight.layer, scores, self._section.top_k)
@@ -122,7 +122,7 @@ class ExpertFlights:
             self.counts.cannot_be_used(flight.wrong)
 
     async def _back(self, flight: Flight) -> None:
-        """The same layers, backward."""
+        """Backward through the same layers."""
         asks: list[ExpertAsk] | None = await self._work(flight.turn, "backward")
         while asks is not None:
             self._sends(asks)
@@ -135,9 +135,10 @@ class ExpertFlights:
     async def _again_until_done(
         self, fly: Callable[[], Awaitable[T]], step: int | None, drops: bool | None = None
     ) -> T:
-        """What `fly` gives, begun again for as long as it fails; by then the conductor may have called it off.
+        """Run `fly` and return its result; restart it while it fails. (The conductor may cancel it meanwhile.)
 
-        `drops`: raise for what is dropped, MicrobatchNotFinite and TooOld; by default where it is of a step.
+        `drops`: raise MicrobatchNotFinite and TooOld, on which the microbatch is dropped; by default only if `step` is
+        given.
         """
         drops = step is not None if drops is None else drops
         failures = not_finite = 0
@@ -151,7 +152,7 @@ class ExpertFlights:
                 self.counts.stale_flights += 1
             except (RemoteError, ValueError, NotFinite, NoMemory) as error:
                 failures += 1
-                own = isinstance(error, ResultNotFinite | NotFinite)  # not an expert's: their answers are checked
+                own = isinstance(error, ResultNotFinite | NotFinite)  # not an expert's fault: their answers are checked
                 not_finite = not_finite + 1 if own else 0
                 if drops and not_finite >= _NOT_FINITE_BORNE:
                     raise MicrobatchNotFinite(0, [self._ctx.host.id.text], str(error)) from None
@@ -163,18 +164,20 @@ class ExpertFlights:
             self.retries += 1
 
     async def _step_is_open(self, step: int | None) -> None:
-        """Wait until the trunk takes microbatches of `step`: we may hear of a step before or after we make it."""
+        """Wait until the trunk accepts microbatches of `step`; our own step may precede or follow the conductor's
+        answer.
+        """
         while step is not None and not 0 <= step - self._post.step <= int(self._run.optimizer.delayed):
             await self._post.state.stepped.wait()
 
     async def _sum_is_open(self, step: int) -> None:
         """Wait while the sum of `step` is being averaged."""
         while self._post.serving.closing and step <= self._post.step:
-            with trio.move_on_after(_CLOSING_S):  # the averaging may also fail, and then it is taken
+            with trio.move_on_after(_CLOSING_S):  # if averaging fails, the sum is open again without a step
                 await self._post.state.stepped.wait()
 
     async def _work(self, job: Callable[[], T], name: str) -> T:
-        """A job on the trunk's device; its time counts as this peer's."""
+        """Run a job on the trunk's device, and count its time as this peer's work."""
 
         def timed() -> tuple[T, float]:
             began = time.perf_counter()
@@ -190,7 +193,7 @@ class ExpertFlights:
     def _received(self, replies: Sequence[ExpertReply | None]) -> None:
         self.received_bytes += sum(len(reply.frame.payload) for reply in replies if reply is not None)
 
-    # --- as a trainer sees it -----------------------------------------------------------------------------------
+    # --- for the trainer ----------------------------------------------------------------------------------------
 
     @property
     def _post(self) -> Post:
@@ -199,16 +202,16 @@ class ExpertFlights:
         return post
 
     def update(self, members: Iterable[MemberInfo]) -> None:
-        """Note whether our own trunk, one of these members, is at the swarm's position."""
+        """Record whether our own trunk, one of these members, is at the swarm's position."""
         own = self._ctx.host.id.text
         self._ready = any(member.ready and member.peer == own for member in members)
 
     def peers(self) -> int:
-        """Trunks that may be computed with: our own, or none."""
+        """Number of trunks to compute with: 1 if our own is ready, else 0."""
         return int(self._ready and self._member.built)
 
     def in_flight(self) -> int:
-        """Microbatches to have on their way at once: many, as long as their gradients have room."""
+        """Microbatches to have in flight at once: up to 64, if there is memory for their gradients."""
         return max(1, min(IN_FLIGHT, GRADIENT_BYTES // self._trunk_bytes))
 
     @property
@@ -217,37 +220,39 @@ class ExpertFlights:
         return max(1, trunk.layout.count * trunk.dtype.itemsize)
 
     def places_wanted(self) -> int:
-        """Places in the trunk's batch to wish for, or to have: one for each microbatch that is to be under way."""
+        """Places in the trunk's batch to request or to occupy: one for each microbatch in flight."""
         return self.most_in_flight
 
     @property
     def most_in_flight(self) -> int:
-        """Microbatches that this trainer has under way at most."""
+        """The largest number of microbatches that this trainer has in flight."""
         return self._run.limits.microbatches_in_flight or self.in_flight()
 
     def offer(self, waiting: list[Microbatch], opened: int) -> None:
-        """Add to the loads that wait for a number, where these are not samples; `opened` have one."""
+        """Append to the loads that wait for a number. Does nothing here: these loads are samples, which the trainer
+        adds.
+        """
 
     def under_way(self) -> dict[str, int]:
-        """Counts in place of the books' own, where flights are not in them."""
+        """Counts that replace those of the ledger, if the ledger does not contain the flights. Empty here."""
         return {}
 
     def samples_since(self, counted: int) -> int:
-        """Samples done since the last call, where `counted` have had a place in a batch."""
+        """Samples done since the last call, `counted` of which had a place in a batch."""
         return counted
 
     @property
     def in_flight_why(self) -> str:
-        """The reason that no more microbatches are under way."""
+        """The reason why no more microbatches are in flight, as text."""
         batches = 2 if self._run.optimizer.delayed else 1
         places = batches * self._run.batch.target_samples // self._run.pipeline.microbatch
         return f"all trainers together have {places} at most: the trunk is synchronous"
 
     def status(self) -> dict[str, object]:
-        """Plain data on flights and on the calls to experts."""
+        """Plain data on the flights and on the calls to experts."""
         return {**self.counts.told(), "calls": dict(self._calls())}
 
     @property
     def waits_for(self) -> str | None:
-        """What has failed since the last flight that came back; None: nothing."""
+        """The failure since the last flight that came back, as text, or None."""
         return self.counts.problem

@@ -1,11 +1,11 @@
-"""Moves of a free member from one stage to another: by the conductor's order, or to a stage that has lost its peers.
+"""Moves a member to another stage: by the conductor's order, or to a stage that has lost its peers.
 
-An ordered move keeps the old post until the new one is ready, where memory allows both: the new stage is entered, its
-state downloaded and checked, and only then the old post is left. Where it does not, the old post is left first. A move
-that fails leaves the peer where it was; one that had left already chooses anew, as a newcomer does. A peer that its
-stage cannot spare does not go, whoever orders it: it conducts, no stage-mate has the current state, or the mates are
-gone by the time it could leave. Hostile input: orders come from the conductor that this peer follows; however many,
-a peer moves once in AGAIN_S.
+Only members that chose their stage themselves move. An ordered move keeps the old post until the new one is ready, if
+memory suffices for both: the peer enters the new stage, downloads and checks its state, and only then leaves the old
+post. Otherwise it leaves the old post first. If a move fails, the peer stays in its old stage; if it had left that
+already, it chooses a stage as a newcomer does. A peer that its stage cannot spare does not move, even if ordered:
+because it conducts, no stage-mate has the current state, or the mates disappear before it can leave. Hostile input:
+orders come only from the conductor that this peer follows; a peer obeys at most one order per AGAIN_S.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from peerd.service.run_services import RunServices
 from peerd.signals import Signal
 from peerd.training.stage.post import Post
 
-_READY_WITHIN_S: Final = 600.0  # for the new stage's state, beside what its bytes take,
-_SLOW_LINE_BYTES_PER_S: Final = 125e3  # on a line of 1 Mb/s
-_LOOK_S: Final = 5.0  # between looks at what has come
-_LAST_STEP_S: Final = 120.0  # for the step under way to end, once the new post serves
+_READY_WITHIN_S: Final = 600.0  # for the new stage's state, in addition to its transfer time
+_SLOW_LINE_BYTES_PER_S: Final = 125e3  # a line of 1 Mb/s
+_LOOK_S: Final = 5.0  # between two checks of the received bytes
+_LAST_STEP_S: Final = 120.0  # for the current step to end, once the new post serves
 
 
 class Movable(Protocol):
-    """The member that moves."""
+    """The member that moves, as `StageMove` uses it."""
 
     @property
     def posts(self) -> list[Post]: ...
@@ -50,7 +50,7 @@ class Movable(Protocol):
     async def exit_if(self, stage: int, may_go: Callable[[], bool], patience_s: float | None = None) -> bool: ...
 
     async def choose(self) -> int:
-        """The stage to serve, as a newcomer."""
+        """The stage to serve, chosen as a newcomer does."""
         ...
 
     async def announced(self) -> None:
@@ -68,7 +68,7 @@ class _Order:
 
 
 class StageMove:
-    """See the module's header."""
+    """The moves of one member, one at a time."""
 
     def __init__(self, ctx: RoleContext, services: RunServices, placing: StageFinder, member: Movable) -> None:
         assert ctx.run is not None
@@ -79,18 +79,18 @@ class StageMove:
         self._ordered = Signal()
         self._one_at_a_time = trio.Lock()
         self._moved_at = float("-inf")
-        self.under_way: str | None = None  # the move, in words
+        self.under_way: str | None = None  # the running move, as text
 
     async def run(self) -> None:
-        """Move whenever it is due, until cancelled."""
+        """Move when necessary, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._go_where_nobody_is)
             nursery.start_soon(self._obey)
 
-    # --- where a stage has lost its peers ---------------------------------------------------------------------
+    # --- to a stage that has lost its peers -------------------------------------------------------------------
 
     async def _go_where_nobody_is(self) -> None:
-        """Move to a stage that has lost its peers, whenever it is this peer's turn."""
+        """Move to a stage that has lost its peers, whenever this peer's turn comes."""
         while True:
             move = await self._placing.next_move(lambda: self._member.step)
             if self._order is not None or self._stages != [move.source]:
@@ -107,9 +107,9 @@ class StageMove:
     # --- by order ---------------------------------------------------------------------------------------------
 
     def order(self, source: int, target: int, why: str) -> None:
-        """Take the conductor's order; Refused where this peer must stay."""
+        """Accept the conductor's order. Raises Refused if this peer must stay."""
         if self._order is not None or self._one_at_a_time.locked() or self._stages != [source]:
-            raise Refused("this peer is on its way to another stage, or holds several posts")
+            raise Refused("this peer is moving to another stage already, or serves several stages")
         if trio.current_time() - self._moved_at < AGAIN_S:
             raise Refused(f"this peer has moved in the last {AGAIN_S:.0f} s")
         if self._services.conducting.acting:
@@ -125,7 +125,7 @@ class StageMove:
                 await self._ordered.wait()
                 continue
             async with self._one_at_a_time:
-                self.under_way = f"goes from stage {self._order.source} to stage {self._order.target}"
+                self.under_way = f"moves from stage {self._order.source} to stage {self._order.target}"
                 await self._carry_out(self._order)
                 self._order, self.under_way, self._moved_at = None, None, trio.current_time()
 
@@ -146,7 +146,7 @@ class StageMove:
         await self._placing.serves_now(self._member.announced)
 
     async def _settle(self, target: int) -> str | None:
-        """Enter `target` and get ready there; returns what was in the way."""
+        """Enter `target` and wait until ready there. Returns the reason of a failure, or None."""
         try:
             size = await self._size_of(target)
             most_s = _READY_WITHIN_S + size.checkpoint_bytes / _SLOW_LINE_BYTES_PER_S
@@ -154,10 +154,10 @@ class StageMove:
                 return await self._get_ready(await self._member.enter(target))
         except PeerdError as error:
             return str(error)
-        return f"its state did not come within {most_s:.0f} s"
+        return f"its state did not arrive within {most_s:.0f} s"
 
     async def _get_ready(self, post: Post) -> str | None:
-        """Wait until the conductor names the new post as ready; returns why it does not get there."""
+        """Wait until the conductor lists the new post as ready. Returns the reason of a failure, or None."""
         received, since = post.catching_up.received_bytes, trio.current_time()
         while not self._is_ready(post.stage):
             with trio.move_on_after(_LOOK_S):
@@ -165,11 +165,11 @@ class StageMove:
             if received != post.catching_up.received_bytes:
                 received, since = post.catching_up.received_bytes, trio.current_time()
             elif trio.current_time() - since >= _READY_WITHIN_S:
-                return f"nothing of its state came for {_READY_WITHIN_S:.0f} s"
+                return f"nothing of its state arrived for {_READY_WITHIN_S:.0f} s"
         return None
 
     async def _leave(self, source: int) -> bool:
-        """Leave the old post, once the step under way has ended; False: its stage cannot spare it any longer."""
+        """Leave the old post after the current step. Returns False if its stage can no longer spare this peer."""
 
         def may_go() -> bool:
             return self._is_spared(source) and not self._services.conducting.acting
@@ -181,7 +181,7 @@ class StageMove:
         return left
 
     async def _give_up(self, order: _Order, problem: str, keeps: bool) -> None:
-        """Be again what this peer was: a peer of the source, or a newcomer where it has left that."""
+        """Undo a failed move: serve the source again, or, if this peer has left it, choose a stage as a newcomer."""
         level, facts = "warning", {"stage": order.target, "before": order.source, "reason": problem}
         self._ctx.log.event("stage.move_failed", level=level, **facts)
         if order.target in self._stages:
@@ -194,7 +194,7 @@ class StageMove:
             await self._member.enter(stage)
 
     async def _fits_beside(self, target: int) -> bool:
-        """True when this machine has the memory for both posts."""
+        """True if this machine has memory for both posts."""
         taken = await self._size_of(target)
         return lacking(taken, self._ctx.device, self._run.limits.memory_gb * 1e9) is None
 
@@ -202,7 +202,7 @@ class StageMove:
         size = partial(footprint, self._run, stage)
         return await self._ctx.worker(self._ctx.device).run(size, name="see whether the stage fits")
 
-    # --- views ------------------------------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------------------
 
     @property
     def _stages(self) -> list[int]:

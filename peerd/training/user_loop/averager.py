@@ -1,9 +1,10 @@
-"""Role `library`: a user's own loop as one peer of a data parallel run. Built by `peerd.library`, not by name.
+"""Role `library`: a user's own training loop as one peer of a data-parallel run. Created by `peerd.library`, not by
+name.
 
-Holds a member whose model is the user's and contributes the gradients that the user's thread hands in at the desk. A
-place in the batch is asked for only when a gradient may come soon: the user's thread waits, and its parameters are
-those of the swarm. So each user that computes has a place, and a step ends when all of them have handed in. Ends when
-it is told to.
+Runs a stage member whose model is the user's, and contributes the gradients that the user's thread hands in
+(`handoff`). It requests a place in the batch only when a gradient may come soon: the user's thread waits or computes,
+and its parameters are the swarm's. So each computing user has a place, and a step ends when all have handed in. Runs
+until it is stopped.
 """
 
 from __future__ import annotations
@@ -34,27 +35,27 @@ from peerd.training.stage.member import StageMember
 from peerd.training.stage.post import Post
 from peerd.training.user_loop.handoff import GradientHandoff, HandedGradient
 
-_SETTINGS_S: Final = 3.0  # between two looks at others' settings before the first step
+_SETTINGS_S: Final = 3.0  # between two comparisons of settings before the first step
 
 
 @dataclass(frozen=True, slots=True)
 class UserTurn:
-    """A microbatch that the user has still to compute; it has no content here."""
+    """A microbatch that the user has yet to compute. It has no content: the user's loop supplies the samples."""
 
 
 @dataclass(slots=True)
 class UserPart:
-    """The user's side of the role: its model, desk and settings, and the role at work."""
+    """The user's side of the role: model, gradient hand-off, settings, and the running role."""
 
     model: UserModel
     desk: GradientHandoff
-    min_peers: int  # that must be there before the first step
+    min_peers: int  # needed before the first step
     saves: bool
-    role: AveragerRole | None = None  # the one at work
+    role: AveragerRole | None = None  # the running one
 
 
 class AveragerRole:
-    """See the module's header. Each user gets a class of their own by `role_for`."""
+    """The role of one user's loop. `role_for` makes a subclass for each user."""
 
     name: ClassVar[str] = "library"
     acts_as: ClassVar[str] = "trainer"  # in a run with tokens
@@ -96,7 +97,7 @@ class AveragerRole:
             offer.close()
 
     async def _open_offer(self) -> RunOffer:
-        """Offer the run file to helpers and backbones that join by this peer's line."""
+        """Offer the run file to helpers and backbones that join by this peer's link."""
         run, file, signature = self._run, shared_file(self._run), b""
         path = self._ctx.data_dir.parent / SIGNATURE_FILE
         try:
@@ -108,7 +109,7 @@ class AveragerRole:
         return offer
 
     async def leave(self) -> None:
-        """Give back microbatches that are not computed, let the step end that has a part of ours, say goodbye."""
+        """Release microbatches that are not computed, wait until the step that contains ours ends, and leave."""
         await self._contributor.hand_in(unfinished=False)
         await self._member.leave()
         await self._contributor.say_goodbye()
@@ -121,7 +122,7 @@ class AveragerRole:
     def status(self) -> dict[str, object]:
         waits_for = self._contributor.waits_for
         if not waits_for and not self._begun:
-            waits_for = f"{self._min_peers} peers to begin with; {self._ready} are there"
+            waits_for = f"{self._min_peers} peers to begin with; {self._ready} are ready"
         return {
             "step": self._model.step,
             "next_step_in_s": self._services.following.step_in_s,
@@ -153,26 +154,26 @@ class AveragerRole:
                 if self._model.failure is not None:
                     self._desk.fail(self._model.failure)
 
-    # --- the work ---------------------------------------------------------------------------------------------
+    # --- microbatches ------------------------------------------------------------------------------------------
 
     def in_flight(self) -> int:
-        """One at a time, in a delayed run the next one, too; none while it could not be computed."""
-        ahead = self._post.step - self._contributor.books.step  # we may hear of a step after we made it
+        """One microbatch, in a delayed run also the next one; 0 while the user cannot compute for the current step."""
+        ahead = self._post.step - self._contributor.books.step  # the answer with a new step may come after we made it
         delay = int(self._run.optimizer.delayed)
         here = 0 <= ahead <= delay
         return 1 + delay if self._begun and self._own_ready and self._desk.useful and here else 0
 
     def told_together(self) -> int:
-        """One: a user's own microbatches are few, each is reported by itself."""
+        """One: a user's loop has few microbatches, so each is reported at once."""
         return 1
 
     def refill(self, waiting: list[UserTurn]) -> None:
-        """Keep one user's turn waiting: there is always a next one."""
+        """Keep one user's turn waiting, since there is always a next one."""
         if not waiting:
             waiting.append(UserTurn())
 
     async def train(self, step: int, seq: int, load: UserTurn) -> list[Holding]:
-        """Let the user compute a gradient for microbatch `seq`, and count it."""
+        """Let the user compute a gradient for microbatch `seq` and add it to the sum."""
         mb = Mb(self._ctx.host.id.text, seq)
         while True:
             async with self._desk.gradients(lambda: self._post.state.origins, step) as handed_in:
@@ -182,7 +183,7 @@ class AveragerRole:
                 return [Holding(mb.trainer, self._post.receipt(step, mb))]
 
     async def repeat(self, step: int, seq: int, stage: int, load: UserTurn) -> Holding:
-        """Train again: the sum that had it is lost, and another gradient under the same number is as good."""
+        """Train again: the sum with the gradient is lost, and another gradient under the same number is as good."""
         return (await self.train(step, seq, load))[0]
 
     @property
@@ -199,14 +200,14 @@ class AveragerRole:
             self._desk.counts.late += 1
             return False
         self._rate.worked(self._ctx.clock.now())
-        self._desk.counts.not_finite += not added  # where it was found only now: see `AveragingOptimizer.step`
+        self._desk.counts.not_finite += not added  # found only now; see `AveragingOptimizer.step`
         return added
 
     def dropped(self, step: int, load: UserTurn, error: MicrobatchNotFinite) -> None:
-        """Never called: a gradient of the user's that is not finite is an error in their own loop."""
+        """Never called: a gradient that is not finite is an error in the user's own loop."""
 
     def note_members(self, members: list[MemberInfo]) -> None:
-        """Count the members at the swarm's position, and note whether we are one of them."""
+        """Count the members at the swarm's position, and record whether this peer is one of them."""
         ready = {m.peer for m in members if m.ready}
         self._ready, self._own_ready = len(ready), self._ctx.host.id.text in ready
         self._begun = self._begun or self._ready >= self._min_peers
@@ -219,10 +220,10 @@ class AveragerRole:
         self._counted = counted
 
     def answered(self, answer: TrainerAnswer) -> None:
-        """Nothing to do: evaluation is the user's."""
+        """Does nothing: evaluation is up to the user."""
 
     def progress(self) -> TrainerProgress:
-        """Our record for the directory, without losses: only the user knows them."""
+        """Our record for the directory. It has no losses, because only the user knows them."""
         tally = self._contributor.books.tally
         return TrainerProgress(
             step=self._model.step,
@@ -239,7 +240,7 @@ class AveragerRole:
 
 
 def role_for(user: UserPart) -> type[AveragerRole]:
-    """A role class for this one user."""
+    """A role class bound to this user."""
 
     class Bound(AveragerRole):
         part = user
