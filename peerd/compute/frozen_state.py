@@ -1,8 +1,8 @@
-"""A state as it was at one moment, to be read once, from its first tensor to its last, while training goes on.
+"""Snapshot of a state, to be read once from its first tensor to its last while training goes on.
 
-Nothing is copied when a state is frozen. What was not read yet is copied at the moment before the parameters change
-(`Changes`), and freed as it is read. So a reader that is done before the next step takes memory for one piece, and a
-slow one as much as what is left to read. Reading is for any thread.
+Freezing copies nothing. The tensors that were not read yet are copied just before the parameters change (`Changes`),
+and freed as they are read. A reader that finishes before the next step needs memory for one piece; a slow one needs as
+much as remains to be read. Any thread may read.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _SAFETENSORS_NAMES: Final = {
     **{"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16", "bool": "BOOL"},
     **{"int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "uint8": "U8"},
 }
-_ALIGN_BYTES: Final = 8  # of the header, by spaces at its end
+_ALIGN_BYTES: Final = 8  # of the header, padded with spaces
 
 
 class FrozenState:
-    """One state, read piece by piece. `specs` are sorted by name, and tensors are read in that order."""
+    """Snapshot of one state, read piece by piece. `specs` are sorted by name, and tensors are read in that order."""
 
     def __init__(self, state: Mapping[str, Tensor], changes: Changes | None = None) -> None:
         """`changes` reports each change of the live tensors; None if they never change."""
@@ -41,7 +41,7 @@ class FrozenState:
         self._tensors: list[Tensor | None] = [tensor.detach() for _, tensor in sorted(state.items())]
         self._live = changes is not None
         self._lacks_memory = self._is_given_up = False
-        self._at = 0  # the tensor that is read now: those before it are done
+        self._at = 0  # index of the tensor being read; earlier ones are done
         self._lock = threading.Lock()
         if changes is not None:
             changes.announce_to(self)
@@ -52,18 +52,19 @@ class FrozenState:
         return sum(spec.nbytes for spec in self.specs)
 
     def give_up(self) -> None:
-        """Let every later read fail with GivenUp: nobody waits for the rest of the state."""
-        self._is_given_up = True  # without the lock, which a copy may hold for long
+        """Make every later read raise GivenUp, because the rest of the state is no longer needed."""
+        self._is_given_up = True  # without the lock, which a copy may hold for a long time
 
     def read(self, tensor: int, begin: int, end: int) -> memoryview:
-        """Bytes `begin` to `end` of a tensor, no earlier one than was read last; NoMemory: they were not kept. Raises
-        GivenUp after `give_up`.
+        """Bytes `begin` to `end` of a tensor; tensors must be read in order.
+
+        Raises NoMemory if the rest could not be copied before a change, GivenUp after `give_up`.
         """
         with self._lock:
             if self._is_given_up:
-                raise GivenUp("nobody waits for the rest of the state")
+                raise GivenUp("the rest of the state is no longer needed")
             if self._lacks_memory:
-                raise NoMemory("there was no memory for what was left of the state when the next step was made")
+                raise NoMemory("there was no memory to copy the rest of the state before the next step")
             for done in range(self._at, tensor):
                 self._tensors[done] = None
             self._at = tensor
@@ -73,13 +74,13 @@ class FrozenState:
             return raw_bytes(part.clone() if self._live and part.device.type == "cpu" else part)
 
     def pieces(self) -> Iterator[tuple[int, int, memoryview]]:
-        """All bytes, piece by piece: the number of the tensor, where the piece begins in it, and its bytes."""
+        """All bytes, piece by piece: index of the tensor, offset in it, and bytes."""
         for tensor, spec in enumerate(self.specs):
             for begin in range(0, spec.nbytes, PIECE_BYTES):
                 yield tensor, begin, self.read(tensor, begin, min(begin + PIECE_BYTES, spec.nbytes))
 
     def before_change(self) -> None:
-        """Copy what was not read yet; for the thread that is about to change the tensors."""
+        """Copy the unread tensors; called by the thread that is about to change them."""
         with self._lock:
             if not self._live or self._is_given_up:
                 return
@@ -89,16 +90,17 @@ class FrozenState:
                 assert found is not None
                 try:
                     self._tensors[index] = found.to("cpu", copy=True)
-                except (MemoryError, RuntimeError):  # torch has no type of its own for a CPU without memory
+                except (MemoryError, RuntimeError):  # torch has no type of its own for a CPU out of memory
                     self._lacks_memory, self._tensors = True, []
                     return
 
 
 def write_state(path: Path, state: FrozenState) -> bytes:
-    """Write a new safetensors file, piece by piece; returns the state's digest, as `tensors.state_digest` has it.
+    """Write a new safetensors file, piece by piece; returns the state's digest as in `tensors.state_digest`.
 
-    The file is the length of a JSON header (8 bytes, little-endian), the header, and the values of all tensors without
-    gaps: those with the widest values first, so that all are aligned, and equally wide ones by name.
+    The file consists of the length of a JSON header (8 bytes, little-endian), the header, and the values of all tensors
+    without gaps. Tensors with wider values come first, so that all are aligned; those of equal width are sorted by
+    name.
     """
     header, begins = _header(state.specs)
     digest, hashed = hashlib.sha256(), -1
@@ -115,7 +117,7 @@ def write_state(path: Path, state: FrozenState) -> bytes:
 
 
 def _header(specs: list[TensorSpec]) -> tuple[bytes, list[int]]:
-    """The header, and where each tensor begins behind it."""
+    """The header, and the offset of each tensor after it."""
     begins, end = [0] * len(specs), 0
     described: dict[str, object] = {}
     for index in sorted(range(len(specs)), key=lambda i: (-DTYPES[specs[i].dtype].itemsize, specs[i].name)):
@@ -131,7 +133,7 @@ def _header(specs: list[TensorSpec]) -> tuple[bytes, list[int]]:
 
 
 def _hash_names(digest: hashlib._Hash, specs: list[TensorSpec], done: int, tensor: int) -> int:
-    """Add what stands before each tensor's values, of those after `done` up to `tensor`; returns `tensor`."""
+    """Add the descriptions (name, dtype, shape) of the tensors after `done` up to `tensor`; returns `tensor`."""
     for spec in specs[done + 1 : tensor + 1]:
         digest.update(f"{spec.name}\0{spec.dtype}\0{list(spec.shape)}\0".encode())
     return tensor

@@ -1,13 +1,13 @@
-"""Error feedback: what a code takes from a gradient now is added to the next one, so that nothing is lost for good.
+"""Error feedback: the coding error of one gradient is added to the next gradient, so that no part of it is lost.
 
-A peer keeps a residual, as long as its flat gradient: what it meant to send minus what the others could decode, for
-the parts that it sent and for the sums that it returned. The gradient is coded with the residual added ("1-Bit
-Stochastic Gradient Descent", Seide et al. 2014, and "Error Feedback Fixes SignSGD", Karimireddy et al. 2019, which
-shows convergence). So the sum of all that arrives differs from the true sum by the last residuals only, however
-coarse the code, and whoever owns which part.
+A peer keeps a residual as long as its flat gradient: the values that it meant to send minus the values that the
+receivers decode. It covers the parts that it sent and the sums that it returned. The gradient is encoded with the
+residual added ("1-Bit Stochastic Gradient Descent", Seide et al. 2014, and "Error Feedback Fixes SignSGD", Karimireddy
+et al. 2019, which shows convergence). Over a run, the sum of all decoded gradients therefore differs from the true sum
+only by the last residuals, however coarse the code and whichever peer owns which part.
 
-A new residual counts once its round has succeeded (`settle`); of a round that failed nothing remains, and the same
-gradient coded again has the same bits. A peer that dies takes its residual with it, as one rounding.
+A new residual takes effect once its round has succeeded (`settle`). A failed round leaves no residual, and encoding the
+same gradient again gives the same bits. The residual of a peer that dies is lost, which amounts to one rounding error.
 """
 
 from __future__ import annotations
@@ -29,36 +29,39 @@ Vector = np.ndarray[Any, np.dtype[Any]]
 
 
 class Missed:
-    """Residual of a round, while it is made. It begins uncleared: that would cost as much as filling it."""
+    """Residual of a round in progress.
+
+    The vector starts uninitialized, because clearing it would cost as much as filling it.
+    """
 
     __slots__ = ("_begun", "values")
 
     def __init__(self, values: Vector) -> None:
         self.values = values
-        self._begun: list[tuple[int, int]] = []  # where something was added: sorted and apart
+        self._begun: list[tuple[int, int]] = []  # initialized spans: sorted, not touching
 
     def room(self, begin: int, length: int) -> tuple[Vector, bool]:
-        """The place for the residual of the `length` elements from `begin` on.
+        """View for the residual of the `length` elements from `begin`, and whether it already holds values.
 
-        True: something stands there that it must be added to, as a part may be coded in several rounds.
+        If True, add to these values instead of overwriting them: a part may be encoded in several rounds.
         """
         return self.values[begin : begin + length], self._begin(begin, begin + length)
 
     def whole(self) -> Vector:
-        """All of the residual; nothing was missed where nothing was added."""
+        """The whole residual, with zeros wherever no error was recorded."""
         if not self._begin(0, len(self.values)):
             self.values.fill(0)
         return self.values
 
     def folded(self, others: Iterable[Missed]) -> Vector:
-        """All of the residual, with those of other rounds added for good."""
+        """The whole residual after adding those of `others` to it, in place."""
         values = self.whole()
         for other in others:
             np.add(values, other.whole(), out=values)
         return values
 
     def _begin(self, begin: int, end: int) -> bool:
-        """Count these as begun; where some of them were before, which is the answer, the others are cleared."""
+        """Mark the elements as initialized; True if some of them were before, in which case the others are zeroed."""
         begun = self._begun
         first, last = bisect_right(begun, begin, key=lambda span: span[1]), bisect_left(begun, (end,))
         old = begun[first:last]
@@ -74,19 +77,20 @@ class Missed:
 
 
 class ErrorFeedback:
-    """One peer's residual, and the coding of the parts it belongs to (a `PartCoder` of averaging).
+    """One peer's residual, and the coding of the parts that it covers (a `PartCoder` of averaging).
 
-    Synchronous; one thread at a time. Memory: two vectors, kept from round to round: new pages cost more than coding.
+    Synchronous, for one thread at a time. Uses two vectors, kept between rounds because allocating fresh pages costs
+    more than the coding.
     """
 
     def __init__(self, plan: CodingPlan) -> None:
         self.residual: Vector | None = None  # None: all zeros
         self._plan = plan
-        self._new: Missed | None = None  # of the round under way
+        self._new: Missed | None = None  # of the round in progress
         self._spare: Vector | None = None
 
     def begin(self, gradient: Vector) -> Missed:
-        """A round begins: the residual is added to `gradient`, in place. Gives the new one to be, for `settle`."""
+        """Begin a round: add the residual to `gradient`, in place. Returns the round's new residual, for `settle`."""
         if self.residual is not None:
             np.add(gradient, self.residual, out=gradient)
         buffer = self._spare
@@ -96,43 +100,46 @@ class ErrorFeedback:
         return self._new
 
     def go_on(self, vector: Vector) -> Missed:
-        """A sum of such vectors is summed further, in a round of its own: gives what this one misses, for `settle`."""
+        """Begin a further round on an already summed vector. Returns the residual of this round alone, for `settle`."""
         self._new = Missed(np.empty_like(vector))
         return self._new
 
     def settle_further(self, missed: Sequence[Missed]) -> None:
-        """Rounds count to which we brought no gradient, and so no residual: what they missed is added to it."""
+        """Add the residuals of rounds to which this peer contributed no gradient, and so no residual of its own."""
         for one in missed:
             self.residual = one.whole() if self.residual is None else np.add(self.residual, one.whole())
         self._new = None
 
     def encode(self, begin: int, values: Vector, seen: Vector | None = None) -> TensorFrame:
-        """Code the part that begins at element `begin`; `seen`, perhaps `values`, gets it as decoded. NotFinite."""
+        """Encode the part that begins at element `begin`.
+
+        `seen` receives the part as the receivers decode it; it may be `values` itself. Raises NotFinite.
+        """
         missed, more = self._new.room(begin, len(values)) if self._new is not None else (None, False)
         beside = CodingOutputs(_tensor(missed), more, _tensor(seen))
         return encode_missing(torch.from_numpy(values), self._plan, beside, name="a part of the gradient")
 
     def decode(self, frame: TensorFrame, like: Vector) -> Vector:
-        """A part in the shape and dtype of `like`; ProtocolViolation for anything else."""
+        """Decode a part with the shape and dtype of `like`; raises ProtocolViolation if the frame has others."""
         dtype = torch.from_numpy(like[:0]).dtype
         values: Vector = decode(frame, like.shape, dtype, name="a part of a gradient", finite=True).numpy()
         return values
 
     def decode_into(self, frame: TensorFrame, target: Vector, onto: Vector | None = None) -> None:
-        """As `decode`, into `target`, whose shape and dtype the part must have; with `onto` added, if given."""
+        """Decode a part into `target`, whose shape and dtype it must have; `onto`, if given, is added."""
         decode_onto(frame, torch.from_numpy(target), _tensor(onto), name="a part of a gradient")
 
     def settle(self, new: Missed | None = None, *further: Missed) -> None:
-        """The round that began with `new`, or the last one, counts: what it missed is added to the next one.
+        """Accept the round that began with `new`, or else the last one: its residual is added to the next gradient.
 
-        `further`: what the rounds after it missed (`go_on`).
+        `further`: residuals of the rounds that continued it (`go_on`).
         """
         new = new or self._new
         residual = new.folded(further) if new is not None else None
         self._spare, self.residual, self._new = self.residual, residual, None
 
     def forget(self) -> None:
-        """Begin anew: the parameters are no longer those that the residual was meant for."""
+        """Drop the residual, because the parameters that it belongs to were replaced."""
         self._spare, self.residual, self._new = self.residual, None, None
 
 
@@ -141,6 +148,6 @@ def _tensor(vector: Vector | None) -> torch.Tensor | None:
 
 
 def feedback_of(averaging: AveragingSection) -> ErrorFeedback | None:
-    """Error feedback for the parts of a run's sums; None: they travel as they are."""
-    plain = averaging.code in ("none", "powersgd")  # factors are coded gradients already
+    """Error feedback for a run's gradient parts, or None if they are sent uncoded or as PowerSGD factors."""
+    plain = averaging.code in ("none", "powersgd")  # PowerSGD has its own error feedback
     return None if plain else ErrorFeedback(CodingPlan(averaging.code, averaging.block))

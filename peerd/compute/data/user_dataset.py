@@ -1,15 +1,16 @@
-"""A source that is a torch IterableDataset of the user's own, named as `module:function` of a local file.
+"""A data source that is a user's own torch IterableDataset, named as `module:function` of a local file.
 
-The function is called as `function(split, seed)`: `split` is "train" or "valid", `seed` differs between peers and
-epochs, so that each sees its own order. It returns an IterableDataset, or anything else that can be iterated. Each
-item is one document: str, bytes (UTF-8), or a 1-D tensor or array of token numbers. When it ends, the next epoch
-calls the function again. What is held out is the function's own matter.
+The function is called as `function(split, seed)`: `split` is "train" or "valid"; `seed` differs between peers and
+epochs, so that each has its own order. It returns an IterableDataset or any other iterable. Each item is one document:
+str, bytes (UTF-8), or a 1-D tensor or array of token numbers. When it ends, the next epoch calls the function again.
+The function itself decides which documents are held out for validation.
 
-A position is a count of documents: to go on from it is to run through the documents before it, so equal seeds must
-give equal documents, and a far position takes time.
+A position is a count of documents. To resume, all documents before it are iterated again, so equal seeds must give
+equal documents, and resuming late in an epoch takes time.
 
-What the user's code raises is reported by the name of the function. An OSError, such as a lost connection, may pass:
-it is DataUnavailable, and the stream asks again for the same document. Anything else is a ConfigError.
+Errors of the user's code are reported with the name of the function. An OSError, such as a lost connection, may be
+temporary: it raises DataUnavailable, and the stream requests the same document again. Any other error raises
+ConfigError.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ _LASTING: Final = (FileNotFoundError, FileExistsError, PermissionError, IsADirec
 
 
 class Dataset:
-    """The documents of one split, epoch by epoch; to a stream it looks like a corpus of one file."""
+    """The documents of one split, epoch by epoch; the stream uses it like a corpus with one file."""
 
     def __init__(self, path: str, key: str, split: Split, name: str) -> None:
-        """`path`: module:function; `key`: of the run file, for messages; `name`: of this stream's random numbers."""
+        """`path`: module:function; `key`: in the run file, for messages; `name`: of this stream's random numbers."""
         self._function = find_function(path, key)
         self._where = f"{key} {path}"
         self._split = split
@@ -63,10 +64,10 @@ class Dataset:
                 yield TextPiece(Cursor(number), self._text(document, number), True)
 
     def fetch_ahead(self, file: str) -> None:
-        """The user's code prepares what it likes."""
+        """Does nothing: prefetching is up to the user's code."""
 
     def _asked(self, job: Callable[[], Any], place: str) -> Any:
-        """Returns the result of the user's code."""
+        """Run a job that calls the user's code; returns its result."""
         result = outcome.capture(job)
         if isinstance(result, outcome.Value):
             return result.value
@@ -87,5 +88,5 @@ class Dataset:
         if isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in "iu":
             return tokens
         found = repr(document) if not isinstance(tokens, np.ndarray) else f"{tokens.dtype} {list(tokens.shape)}"
-        allowed = "str, bytes or a 1-D tensor of whole numbers"
+        allowed = "str, bytes or a 1-D tensor of integers"
         raise ConfigError(f"{self._where}, document {number}: expected {allowed}, found {found[:200]}")

@@ -1,8 +1,9 @@
-"""Era of a microbatch: the parameters of the trunk that all its segments are computed with.
+"""Era of a microbatch: the parameters of the trunk that all its segments use.
 
-In a synchronous run these are the parameters of now, or in a delayed run of the step before. With an asynchronous trunk
-the parameters go on while a microbatch waits for experts, so it holds a snapshot: a copy of the parameters is made when
-a step changes them, once for all microbatches that began with them, and is freed with the last of these.
+In a synchronous run these are the current parameters, or in a delayed run those of the previous step. With an
+asynchronous trunk, parameters change while a microbatch waits for experts, so it uses a snapshot: when a step changes
+the parameters, they are copied once for all microbatches that began with them, and the copy is freed with the last of
+these.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from torch import Tensor
 
 from peerd.compute.model.served_stage import Stale
 
-new_load = itertools.count(1).__next__  # a number for each state that a trunk takes; no two trunks share one
+new_load = itertools.count(1).__next__  # numbers the states that trunks load, uniquely in this process
 
 
 class TooOld(Stale):
-    """The parameters of a microbatch are further behind than an asynchronous trunk allows."""
+    """The parameters of a microbatch are older than an asynchronous trunk allows."""
 
 
 class Snapshot:
-    """Parameters of one step, flat; `flat` is None until a step has changed them."""
+    """Flat parameters of one step; `flat` is None until a step has changed them."""
 
     __slots__ = ("__weakref__", "flat")
 
@@ -32,7 +33,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Era:
-    """The parameters that a microbatch is computed with: those of `at` global steps, since they were loaded last."""
+    """The parameters of a microbatch: those after `at` global steps, with load number `loads`."""
 
     at: int
     loads: int

@@ -1,8 +1,8 @@
-"""Experts in this process, behind both contracts: the reference that a network of experts is measured against.
+"""Experts in this process, behind both contracts: the reference for measuring a network of experts.
 
-Every expert of the grid lives here, made when it is first asked. Each call is one job: an expert makes one update for
-each call, as a host does when nothing merges. `choose` is exact, where a beam search over a network with dead experts
-may not be. `LocalExperts` is for plain threads, any number at once; `LocalNetwork` is the same for trio tasks.
+Every expert of the grid is in this process, created at its first call. Each call is one job: an expert makes one update
+per call, like a host that merges no calls. `choose` is exact, while a beam search over a network with dead experts may
+not be. `LocalExperts` is for threads, any number at once; `LocalNetwork` is the same for trio tasks.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ def _always(_: ExpertAsk) -> bool:
 
 
 class LocalExperts:
-    """Implements `ExpertCaller`. `experts` are those that were asked so far."""
+    """Implements `ExpertCaller`. `experts` are those called so far."""
 
     def __init__(self, run: RunFile, device: str = "cpu", answers: Answers = _always) -> None:
         """`answers` decides for each call whether it succeeds."""
         self.experts: dict[Uid, HostedExpert] = {}
         self.dead: set[Uid] = set()  # experts that are never chosen
-        self.stale: list[int] = []  # of each backward: updates since its forward
+        self.stale: list[int] = []  # per backward: number of updates since its forward
         self._run, self._device, self._answers = run, device, answers
         self._section = run.experts or ExpertsSection()
         self._grid = grid_of(run)
         self._lock = threading.Lock()
 
     def expert(self, uid: Uid) -> HostedExpert:
-        """An expert of the grid."""
+        """An expert of the grid, created if needed; raises ValueError if the grid has none with this uid."""
         if uid not in self.experts:
             if not self._grid.is_expert(uid):
                 raise ValueError(f"{uid} is no expert of a grid of {list(self._grid.sides)}")
@@ -54,7 +54,7 @@ class LocalExperts:
 
     def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
         whole = np.zeros((len(scores[0]), 1), np.float32)
-        for part in scores:  # the sums over the grid's dimensions, row by row as experts are numbered
+        for part in scores:  # sums over the grid's dimensions, in the order of the experts' numbers
             whole = (whole[:, :, None] + part[:, None, :]).reshape(len(part), -1)
         for uid in self.dead:
             if uid.layer == layer:
@@ -74,7 +74,7 @@ class LocalExperts:
                 counts[sample] += 1
         for sample, count in enumerate(counts):
             if count < self._section.k_min:
-                asked = ", ".join(str(ask.uid) for ask in asks if sample in ask.samples) or "none, since none lives"
+                asked = ", ".join(str(ask.uid) for ask in asks if sample in ask.samples) or "none, since none is alive"
                 raise TooFewExperts(f"sample {sample} has {count} answers; experts asked: {asked}")
         return replies
 
@@ -102,7 +102,7 @@ class LocalExperts:
 
 
 class LocalNetwork:
-    """Implements `ExpertNetwork` over the same experts; computes on `worker`."""
+    """Implements `ExpertNetwork` with the same experts; computes on `worker`."""
 
     def __init__(self, local: LocalExperts, worker: Worker) -> None:
         self.local = local

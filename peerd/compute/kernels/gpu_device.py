@@ -1,7 +1,7 @@
-"""The CUDA driver by ctypes: the few calls that load a compiled kernel and start it on somebody's stream.
+"""The CUDA driver through ctypes: the few calls that load a compiled kernel and launch it on a given stream.
 
-Knows nothing of torch or of quantization. All calls may come from any thread. A call that fails raises DriverError,
-which has the driver's own name for the failure; a machine without a driver gets a DriverError too.
+Independent of torch and quantization. Any thread may make calls. A failed call raises DriverError with the driver's
+name of the error, and so does a machine without a driver.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 
 NAMES: Final = ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1", "libcuda.so")
 
-NO_BINARY_FOR_GPU: Final = 209  # the names of these codes are CUDA_ERROR_...
+NO_BINARY_FOR_GPU: Final = 209  # the driver names these codes CUDA_ERROR_...
 UNSUPPORTED_PTX: Final = 222
 _OK: Final = 0
 _Pointer = ctypes.c_void_p
@@ -27,7 +27,7 @@ _NEEDED: Final = (
 
 
 class DriverError(Exception):
-    """A call of the driver failed. `code` is the driver's number, 0 when there is no driver."""
+    """A driver call failed. `code` is the driver's number, 0 if there is no driver."""
 
     def __init__(self, call: str, name: str, code: int) -> None:
         super().__init__(f"{call}: {name}" if code else name)
@@ -35,7 +35,7 @@ class DriverError(Exception):
 
 
 def load() -> ctypes.CDLL:
-    """The driver of this machine. DriverError when there is none."""
+    """Load this machine's driver. Raises DriverError if there is none."""
     for name in NAMES:
         try:
             return ctypes.CDLL(name)
@@ -45,10 +45,10 @@ def load() -> ctypes.CDLL:
 
 
 class GpuDevice:
-    """One GPU and its primary context, which torch shares. DriverError when the driver or the GPU does not serve.
+    """One GPU and its primary context, which it shares with torch. Raises DriverError if driver or GPU cannot be used.
 
-    `capability` is for instance (9, 0); `processors` is the number of multiprocessors; `cuda` the newest version of
-    CUDA that the driver knows, as (major, minor).
+    `capability`: compute capability, such as (9, 0). `processors`: number of multiprocessors. `cuda`: newest version of
+    CUDA that the driver supports, as (major, minor).
     """
 
     def __init__(self, library: ctypes.CDLL, ordinal: int) -> None:
@@ -72,7 +72,7 @@ class GpuDevice:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """This thread works on the device meanwhile: needed to load modules and to ask about kernels."""
+        """Make the device's context current in this thread, as needed to load modules and query kernels."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -80,7 +80,7 @@ class GpuDevice:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def module(self, image: bytes) -> ctypes.c_void_p:
-        """Load machine code or PTX; it stays for the life of the process."""
+        """Load machine code or PTX; it stays loaded until the process ends."""
         module = ctypes.c_void_p()
         self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(image))
         return module
@@ -92,7 +92,7 @@ class GpuDevice:
         return function
 
     def resident_blocks(self, function: ctypes.c_void_p, threads: int) -> int:
-        """Number of a kernel's CUDA blocks that run at the same time on the whole GPU, at least one."""
+        """Number of CUDA blocks of a kernel that fit on the whole GPU at the same time, at least one."""
         blocks = ctypes.c_int()
         self._call(
             "cuOccupancyMaxActiveBlocksPerMultiprocessor", ctypes.byref(blocks), function, threads, ctypes.c_size_t(0)
@@ -102,7 +102,7 @@ class GpuDevice:
     def launch(
         self, function: ctypes.c_void_p, blocks: int, threads: int, stream: int, argument: ctypes.Structure
     ) -> None:
-        """Start a kernel that takes one structure; returns before it ends. From any thread, in any context."""
+        """Launch a kernel that takes one structure; returns before it ends. Any thread and context may call it."""
         parameters = _Pointer(ctypes.addressof(argument))
         self._check("cuCtxPushCurrent_v2", self._push(self._context))
         try:

@@ -1,18 +1,17 @@
 """SGD, AdamW, LAMB and LARS on one flat tensor, and the learning rate by global step.
 
-All parameters of a stage lie in one flat tensor, and so do its gradient and each moment. An update takes one piece of
-them after another, so it needs memory for a piece only. `FlatLayout` says which slice is which parameter. Weight decay
-applies to every parameter, as torch's own optimizers do; so AdamW and SGD here give what torch.optim gives, and a test
-holds them to it. LAMB and LARS follow their papers as printed, not the code that came with them: each tensor is a layer
-of its own, gains and other vectors adapt and decay like matrices, and LAMB corrects both moments' bias. Only where a
-norm is zero, so that a formula divides by it or never leaves it, the trust ratio is 1 instead. Making an optimizer
-changes nothing: state starts at zero and no step is run for it.
+All parameters of a stage are in one flat tensor, as are its gradient and each moment. An update processes them piece by
+piece, so it needs extra memory for one piece only. `FlatLayout` maps slices to parameters. Weight decay applies to
+every parameter, as in torch's optimizers, so AdamW and SGD give the results of torch.optim (tested). LAMB and LARS
+follow their papers, not the code published with them: each tensor is one layer, gains and other vectors adapt and decay
+like matrices, and LAMB corrects the bias of both moments. Where a norm is zero, so that the formula would divide by
+zero or stay at zero forever, the trust ratio is 1. Moments start at zero; creating an optimizer runs no step.
 
-`peerd.Lamb` and `peerd.Lars` compute with the same functions: here, too, LAMB and LARS take one tensor at a time.
+`peerd.Lamb` and `peerd.Lars` use the same functions; LAMB and LARS process one tensor at a time here as well.
 
-With `offload` the moments live on the CPU and the update is computed there, whatever device the parameters are on:
-the device keeps two copies of the parameters less, and every peer gets the bits that a CPU gives. On the CPU it
-changes nothing.
+With `offload` the moments are on the CPU and the update is computed there, wherever the parameters are: the device
+stores two copies of the parameters less, and every peer gets the bits that a CPU computes. If the parameters are on the
+CPU, it changes nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from peerd.compute.flat import FlatLayout
 from peerd.core.model.stage_memory import moment_names
 from peerd.core.run.runfile import OptimizerSection
 
-_PIECE_VALUES: Final = 1 << 20  # of an update: what it needs beside its arguments is twice as large
+_PIECE_VALUES: Final = 1 << 20  # of an update, which needs twice as many values of extra memory
 
 
 def learning_rate(section: OptimizerSection, step: int) -> float:
-    """Learning rate of global step `step`, from 0: linear warm-up, then decay to `final_lr_share` at total_steps."""
+    """Learning rate of global step `step`, from 0: linear warm-up, then decay to `final_lr_share` at `total_steps`."""
     if step < section.warmup_steps:
         return section.lr * (step + 1) / section.warmup_steps
     if section.decay == "none":
@@ -45,7 +44,7 @@ def learning_rate(section: OptimizerSection, step: int) -> float:
 
 
 class Optimizer:
-    """Turns a flat gradient sum into a new flat parameter tensor; `moments` is its whole state besides the step."""
+    """Updates flat parameters in place from a flat gradient sum. `moments` is its whole state besides the step."""
 
     def __init__(self, section: OptimizerSection, layout: FlatLayout, like: Tensor) -> None:
         """`like`: the flat parameters, for dtype and device."""
@@ -55,16 +54,16 @@ class Optimizer:
         self.moments = {name: torch.zeros_like(like, device=self.device) for name in moment_names(section)}
 
     def room(self, gradient: Tensor) -> UpdateRoom:
-        """The memory that an update by such a gradient needs."""
+        """Allocate the memory for an update with such a gradient."""
         return UpdateRoom.made(gradient, self.device, max(map(_length, self._pieces), default=0))
 
     @torch.no_grad()
     def update(
         self, parameters: Tensor, gradient: Tensor, step: int, samples: int = 1, room: UpdateRoom | None = None
     ) -> None:
-        """One step in place on `parameters` by `gradient / samples`; `step` counts from 0. `gradient` stays as it is.
+        """One step in place on `parameters` with `gradient / samples`; `step` counts from 0. `gradient` is not changed.
 
-        Works through one piece after another. All memory that it needs is taken before anything is changed.
+        Processes one piece after another. Allocates all memory before it changes anything.
         """
         room = room or self.room(gradient)
         most, scale = self._section.clip_norm, 1.0
@@ -85,7 +84,7 @@ class Optimizer:
     def _update(
         self, parameters: Tensor, gradient: Tensor, moments: list[Tensor], spare: Tensor, lr: float, count: int
     ) -> None:
-        """The step of one piece. `gradient` and `spare` are overwritten."""
+        """Update one piece. `gradient` and `spare` are overwritten."""
         name = self._section.name
         if name == "sgd":
             self._sgd(parameters, gradient, moments, lr)
@@ -107,7 +106,7 @@ class Optimizer:
     def _adamw(
         self, parameters: Tensor, gradient: Tensor, moments: list[Tensor], spare: Tensor, lr: float, count: int
     ) -> None:
-        """Loshchilov & Hutter 2019, in torch's order of operations."""
+        """AdamW (Loshchilov & Hutter 2019), in torch's order of operations."""
         section = self._section
         mean, root = adaptive_moments(moments, gradient, (section.beta1, section.beta2), section.eps, count, spare)
         parameters.mul_(1.0 - lr * section.weight_decay)
@@ -136,12 +135,12 @@ def adaptive_moments(
     count: int,
     spare: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Update both moments; returns the first one, and the root of the unbiased second one plus eps.
+    """Update both moments; returns the first one, and the square root of the unbiased second one plus eps.
 
-    `spare`: the memory for the root, with any content.
+    `spare`: memory for the square root, with any contents.
     """
     (mean, square), (beta1, beta2) = moments, betas
-    root = spare if spare is not None else torch.empty_like(square)  # before anything changes: memory may lack
+    root = spare if spare is not None else torch.empty_like(square)  # first, since allocation may fail
     mean.lerp_(gradient, 1.0 - beta1)
     square.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
     torch.sqrt(square, out=root).div_(math.sqrt(1.0 - beta2**count)).add_(eps)
@@ -158,9 +157,9 @@ def lamb_update(
     count: int,
     spare: Tensor | None = None,
 ) -> Tensor:
-    """Direction of a step of LAMB (You et al. 2020, algorithm 2), with decay; `count`: of this step, from 1.
+    """Direction of a LAMB step (You et al. 2020, algorithm 2), with weight decay. `count`: number of this step, from 1.
 
-    `spare`: the memory for it, with any content.
+    `spare`: memory for the result, with any contents.
     """
     mean, root = adaptive_moments(moments, gradient, betas, eps, count, spare)
     update = torch.div(mean, root, out=root).div_(1.0 - betas[0] ** count)
@@ -168,15 +167,15 @@ def lamb_update(
 
 
 def lamb_move(weight: Tensor, update: Tensor, lr: float) -> None:
-    """Move one tensor along its update, by `lr` of the tensor's own norm; phi is the identity."""
+    """Move one tensor along its update by `lr` times the tensor's own norm; phi is the identity."""
     weight.add_(update, alpha=-lr * _trust(1.0, _norm(weight), _norm(update)))
 
 
 def lars_scale(weight: Tensor, gradient: Tensor, lr: float, weight_decay: float, trust: float) -> None:
-    """Turn one tensor's gradient into what enters its momentum in LARS (You et al. 2017, algorithm 1), in place.
+    """Turn one tensor's gradient into its contribution to the LARS momentum (You et al. 2017, algorithm 1), in place.
 
-    The tensor's own rate enters with it. A later change of the learning rate does not change what the momentum holds
-    already, as torch's SGD would.
+    The contribution includes the tensor's own learning rate, so a later change of the learning rate does not affect the
+    momentum accumulated so far, unlike in torch's SGD.
     """
     size = _norm(weight)
     gradient_size = _norm(gradient) + weight_decay * size
@@ -185,7 +184,7 @@ def lars_scale(weight: Tensor, gradient: Tensor, lr: float, weight_decay: float,
 
 
 def _pieces(section: OptimizerSection, layout: FlatLayout) -> list[slice]:
-    """The pieces of an update, one after the other; single tensors, where the optimizer adapts to each."""
+    """The pieces of an update, in order; single tensors if the optimizer adapts to each tensor."""
     if section.name in ("lamb", "lars"):
         ends = list(itertools.accumulate(shape.numel() for shape in layout.shapes))
     else:
@@ -200,10 +199,10 @@ def _length(piece: slice) -> int:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRoom:
-    """The memory of an update, for one piece."""
+    """Scratch memory of an update, for one piece."""
 
-    quotient: Tensor  # where the gradient is
-    mean: Tensor  # where updates are computed; `quotient` itself if that is there
+    quotient: Tensor  # on the gradient's device
+    mean: Tensor  # on the update's device; `quotient` itself if that is the same
     spare: Tensor
 
     @classmethod
@@ -213,7 +212,7 @@ class UpdateRoom:
         return cls(quotient, mean, torch.empty_like(mean))
 
     def mean_of(self, gradient: Tensor, samples: int, scale: float) -> Tensor:
-        """`gradient / samples`, times `scale`, where updates are computed."""
+        """`gradient / samples`, times `scale`, on the device that computes updates."""
         mean, quotient = self.mean[: len(gradient)], self.quotient[: len(gradient)]
         torch.div(gradient, samples, out=quotient)
         if self.mean is not self.quotient:
@@ -226,5 +225,5 @@ def _norm(values: Tensor) -> float:
 
 
 def _trust(share: float, weight_norm: float, change_norm: float) -> float:
-    """`share` of the weight's norm for a change of norm 1; 1 where there is nothing to compare."""
+    """Trust ratio: `share` times the weight's norm over the change's norm, or 1 if either norm is zero."""
     return share * weight_norm / change_norm if weight_norm > 0 and change_norm > 0 else 1.0
