@@ -1,11 +1,11 @@
-"""Lines and pipes of the simulated network: access lines that serve flows in turn, and one-way ordered pipes.
+"""Lines and pipes of the simulated network: access lines that serve pipes in turn, and one-way ordered pipes.
 
-A pipe takes segments from its writer while fewer than `window_bytes` are on the way or unread (back-pressure), sends
-each through the source's uplink, the path with its own line, if it has one, and the target's downlink, and hands them
-to its reader in order. Each passes bits on as they come: only the slowest one's time counts. Loss means delay, as over
-TCP: a lost packet comes again after the retransmission time and everything behind it waits. What can't pass (partition,
-dead or stalled node) is held and tried again. Not modelled: congestion control, headers, acknowledgements (room in the
-window is known at once to the writer).
+A pipe accepts segments from its writer while fewer than `window_bytes` are in flight or unread (back-pressure). It
+sends each through the source's uplink, the path's own line, if it has a rate, and the target's downlink, and delivers
+them to its reader in order. Each line forwards bits as they arrive, so only the slowest line's time counts. A loss is a
+delay, as in TCP: a lost packet is retransmitted after the timeout, and everything behind it waits. Segments that cannot
+pass (partition, dead or stalled node) are held and retried. Not modelled: congestion control, headers,
+acknowledgements (the writer knows at once when the window has room).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import trio
 
 from peerd.sim.clock import SimAgenda
 
-TURN_S: Final = 0.01  # what one turn of a flow on an access line should take: short, so that flows share smoothly,
+TURN_S: Final = 0.01  # of one pipe on an access line: short, so that pipes share smoothly,
 TURN_BYTES_MIN: Final = 4 << 10  # but not so short
-TURN_BYTES_MAX: Final = 128 << 10  # that a simulation has to count every packet
-PACKET_BYTES: Final = 1448  # what one Ethernet packet carries of a TCP stream; the unit of loss
-MOMENT_S: Final = 0.0005  # segments that take less on a line are not worth an event for their start
-RETRANSMIT_MIN_S: Final = 0.2  # Linux' floor for the retransmission timer
-RETRANSMIT_MAX_S: Final = 120.0  # its ceiling (RFC 6298 allows 60 s or more)
+TURN_BYTES_MAX: Final = 128 << 10  # that the simulation has an event for every packet
+PACKET_BYTES: Final = 1448  # TCP payload of one Ethernet packet; the unit of loss
+MOMENT_S: Final = 0.0005  # segments that take less time on a line have no event for their start
+RETRANSMIT_MIN_S: Final = 0.2  # Linux' minimum of the retransmission timeout
+RETRANSMIT_MAX_S: Final = 120.0  # its maximum (RFC 6298 allows 60 s or more)
 
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """Some bytes on their way; `last` marks the end of the writer's bytes."""
+    """Bytes in flight in a pipe; `last` marks the end of the stream."""
 
     pipe: SimPipe[Any]
     data: bytes
     last: bool = False
-    complete_s: float = -math.inf  # when its last bits come to the path's own line
+    complete_s: float = -math.inf  # when its last bit arrives at the path's own line
 
     def joined(self, after: Segment) -> Segment:
         return Segment(self.pipe, self.data + after.data, after.last, after.complete_s)
@@ -46,7 +46,7 @@ class Segment:
 class SimulatedLine:
     """One direction of a line: sends one segment at a time, from each waiting pipe in turn.
 
-    `begun(segment, start_s, end_s)` is called when a segment starts, `done(segment)` at its end.
+    Calls `begun(segment, start_s, end_s)` when a segment starts, and `done(segment)` at its end.
     """
 
     agenda: SimAgenda
@@ -55,12 +55,14 @@ class SimulatedLine:
     bytes_per_s: float = math.inf
     busy_s: float = 0.0  # seconds spent sending so far
     _free_at_s: float = -math.inf
-    _wakes: bool = False  # `_next` will be called when the line is free
+    _wakes: bool = False  # a call of `_next` is scheduled for when the line is free
     _waiting: dict[SimPipe[Any], deque[Segment]] = field(default_factory=dict)
 
     def offer(self, segment: Segment, *, came_s: float = 0.0) -> None:
-        """Queue the segment behind the others of its pipe. `came_s`: for so long its bits have been coming in, and
-        an idle line has been passing them on."""
+        """Queue the segment behind the others of its pipe.
+
+        `came_s`: the time for which its bits have been arriving, during which an idle line has forwarded them.
+        """
         if not self._waiting and self._free_at_s <= trio.current_time():
             self._start(segment, came_s)
             return
@@ -79,9 +81,9 @@ class SimulatedLine:
             queue = self._waiting.pop(pipe)
             segment = queue.popleft()
             while queue and len(segment.data) + len(queue[0].data) <= TURN_BYTES_MIN:
-                segment = segment.joined(queue.popleft())  # small ones that wait travel together
+                segment = segment.joined(queue.popleft())  # small waiting segments are sent together
             if queue:
-                self._waiting[pipe] = queue  # to the back: the others get their turn first
+                self._waiting[pipe] = queue  # at the end, behind the other pipes
             self._start(segment, 0.0)
         if self._waiting:
             self._wake()
@@ -120,11 +122,11 @@ class Medium(Protocol[M]):
 
     @property
     def window_bytes(self) -> int:
-        """Window of a pipe: bytes on the way or unread."""
+        """Window of a pipe: the most bytes in flight or unread."""
         ...
 
     def bottleneck(self, source: M, target: M) -> SimulatedLine | None:
-        """The line that all bytes from `source` to `target` share; None: the path has no limit of its own."""
+        """The line that all bytes from `source` to `target` share, or None if the path has no rate of its own."""
         ...
 
     def delay(self, source: M, target: M, size: int) -> float: ...
@@ -148,14 +150,14 @@ class SimPipe(Generic[N]):
         self.source = source
         self.target = target
         self.unread_bytes = 0  # accepted from the writer and not yet read
-        self.ended = False  # the reader may have data left, but nothing follows
+        self.ended = False  # the last segment has arrived; there may still be unread bytes
         self.writer_error: str | None = None
-        self.reader_error: str | None = None  # what has arrived stays readable
+        self.reader_error: str | None = None  # bytes that have arrived stay readable
         self.reader_gone = False
-        self.writer_gone = False  # its machine is dead: nothing more leaves
-        self.on_refused: Callable[[], None] = lambda: None  # bytes came to a reader that is gone
-        self.on_given_up: Callable[[], None] = lambda: None  # retransmission went on for too long
-        self.floor_s = trio.current_time()  # nothing arrives before what was sent before it
+        self.writer_gone = False  # its machine is dead, so nothing more is sent
+        self.on_refused: Callable[[], None] = lambda: None  # called if bytes arrive and the reader is gone
+        self.on_given_up: Callable[[], None] = lambda: None  # called if retransmission took too long
+        self.floor_s = trio.current_time()  # earliest arrival of the next segment, to keep the order
         self._arrived: deque[bytes] = deque()
         self._held: deque[Segment] = deque()
         self.held_since_s = 0.0
@@ -165,7 +167,7 @@ class SimPipe(Generic[N]):
     # --- the writer's side ---
 
     def room(self) -> int:
-        """Number of bytes that the writer may hand over now, as one segment."""
+        """Number of bytes that the writer may send now, as one segment."""
         slower = min(self.source.uplink.bytes_per_s, self.target.downlink.bytes_per_s)
         between = self.net.bottleneck(self.source, self.target)
         if between is not None:
@@ -177,7 +179,7 @@ class SimPipe(Generic[N]):
         await self._writer.park()
 
     def accept(self, data: bytes, *, last: bool = False) -> None:
-        """Take bytes of the writer, no more than there is room for."""
+        """Send bytes of the writer, at most `room()`."""
         self.unread_bytes += len(data)
         self.source.sent_bytes += len(data)
         self.source.uplink.offer(Segment(self, data, last))
@@ -195,7 +197,7 @@ class SimPipe(Generic[N]):
         await self._reader.park()
 
     def take(self, max_bytes: int) -> bytes:
-        """Bytes that have arrived, at most `max_bytes`; b"" when nothing is there."""
+        """Take bytes that have arrived, at most `max_bytes`; returns b"" if there are none."""
         parts: list[bytes] = []
         left = max_bytes
         while self._arrived and left > 0:
@@ -215,10 +217,10 @@ class SimPipe(Generic[N]):
         self.reader_error = self.reader_error or why
         self._reader.unpark_all()
 
-    # --- under way ---
+    # --- in flight ---
 
     def leave(self, segment: Segment, start_s: float, end_s: float) -> None:
-        """The uplink sends the segment from `start_s` to `end_s`: plan its way over the path."""
+        """Schedule the segment's way over the path; the uplink sends it from `start_s` to `end_s`."""
         between = self.net.bottleneck(self.source, self.target)
         if between is None:
             self.cross(segment, start_s, end_s)
@@ -227,13 +229,13 @@ class SimPipe(Generic[N]):
         self.net.agenda.at(start_s, lambda: between.offer(segment))
 
     def cross(self, segment: Segment, start_s: float, end_s: float) -> None:
-        """The last line before the long way is busy with the segment from `start_s` to `end_s`: plan its arrival."""
+        """Schedule the segment's arrival at the downlink; the line before sends it from `start_s` to `end_s`."""
         end_s = max(end_s, segment.complete_s)
         size = len(segment.data)
         first_s = max(start_s + self.net.delay(self.source, self.target, size), self.floor_s)
-        self.floor_s = last_s = first_s + (end_s - start_s)  # when the first and the last bit arrive
-        # The downlink passes bits on as they come; one that is faster than they come is occupied only for its own time.
-        # Segments that it passes in a moment are looked at when they are complete: one event instead of two.
+        self.floor_s = last_s = first_s + (end_s - start_s)  # arrival of the first and the last bit
+        # The downlink forwards bits as they arrive; if it is faster than they arrive, it is busy only for its own time.
+        # Segments that take less than MOMENT_S on it are handled when they are complete, in one event instead of two.
         down_s = size / self.target.downlink.bytes_per_s
         came_s = min(down_s, last_s - first_s) if down_s < MOMENT_S else 0.0
         reach_s = last_s if came_s else max(first_s, last_s - down_s)
@@ -251,7 +253,7 @@ class SimPipe(Generic[N]):
             self.target.downlink.offer(segment, came_s=came_s)
 
     def deliver(self, segment: Segment) -> None:
-        """The downlink has it: to the reader."""
+        """Deliver a segment to the reader, when it has passed the downlink."""
         if self.reader_gone:
             self.on_refused()
             return
@@ -265,12 +267,10 @@ class SimPipe(Generic[N]):
         self.ended = self.ended or segment.last
         self._reader.unpark_all()
 
-    # --- held back ---
+    # --- held segments ---
 
     def retry_at(self) -> float:
-        """Time at which the writer's system next sends what is held: exponential back-off since it was first
-        stopped.
-        """
+        """Time of the next retransmission of held segments, with exponential back-off since the first one was held."""
         now = trio.current_time()
         wait_s = max(RETRANSMIT_MIN_S, 2 * self.net.latency(self.source, self.target))
         at_s = self.held_since_s + wait_s
@@ -280,11 +280,11 @@ class SimPipe(Generic[N]):
         return at_s
 
     def release(self) -> None:
-        """Send what was held, in order."""
+        """Send the held segments, in order."""
         held, self._held = self._held, deque()
         for segment in held:
             self.target.downlink.offer(segment)
 
     def forget(self) -> None:
-        """Drop what is held: it will never arrive."""
+        """Drop the held segments."""
         self._held.clear()

@@ -1,9 +1,8 @@
-"""Contract between a layer of experts in torch code and the peer that carries its calls.
+"""Interface between a layer of experts in torch code and the client that calls experts over the network.
 
-A layer (`compute/experts`) scores the coordinates of the grid, has the live experts with the best scores chosen, and
-sends each of them the samples that it has for it. It knows no peers, no deadlines and no trio; whoever carries its
-calls knows no tensors, only frames. `ExpertNetwork` is used from trio tasks, `ExpertCaller` from plain threads, which
-may be many at once.
+A layer (`compute/experts`) scores the coordinates of the grid, requests the live experts with the best scores, and
+sends each of them its samples. The layer knows no peers, deadlines or trio; the client knows no tensors, only frames.
+`ExpertNetwork` is for trio tasks, `ExpertCaller` for threads, of which many may call concurrently.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertAsk:
-    """One call for one expert: `samples` are the numbers of its rows in the layer's batch."""
+    """A call to one expert; `samples` are the indices of its rows in the layer's batch."""
 
     uid: Uid
     samples: tuple[int, ...]
     frames: tuple[TensorFrame, ...]  # forward: inputs; backward: inputs, then gradients of the outputs
-    served: Served | None = None  # backward: what answered the forward
+    served: Served | None = None  # backward: the host and weights that answered the forward
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Whoever answered a forward, and with which weights: the backward goes there, too."""
+    """The host that answered a forward, and the version of its weights. The backward is sent to the same host."""
 
     host: str  # peer id as text
     generation: int
@@ -40,37 +39,39 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class ExpertReply:
-    """An expert's answer: outputs, or gradients of the inputs."""
+    """An expert's answer: its outputs, or the gradients of its inputs."""
 
     frame: TensorFrame
     served: Served
-    stale: int = 0  # backward: updates that others made since the forward
+    stale: int = 0  # backward: updates by other callers since the forward
 
 
 class ExpertNetwork(Protocol):
     """Calls to experts, for trio tasks."""
 
     async def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
-        """The best `k` live experts of each sample, best first, by beam search; fewer where fewer live.
+        """Find the best `k` live experts of each sample by beam search, best first; fewer if fewer are alive.
 
-        `scores`: for each dimension of the grid, the scores [samples, side] as float32.
+        `scores`: one float32 array [samples, side] per dimension of the grid.
         """
         ...
 
     async def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
-        """The experts' outputs, None for those that failed or came late; one deadline for all.
+        """Call the experts, with one common deadline. Returns their outputs, None for each that failed or was late.
 
-        Raises `TooFewExperts` when one of the `samples` samples has fewer than `k_min` answers.
+        Raises `TooFewExperts` if one of the `samples` samples has fewer than `k_min` answers.
         """
         ...
 
     async def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
-        """Gradients of the inputs; each expert that answers has made an update. None: it counts as a constant."""
+        """Call the experts' backward. Returns the gradients of their inputs; each expert that answers has updated its
+        weights. None for an expert that failed: its output counts as a constant.
+        """
         ...
 
 
 class ExpertCaller(Protocol):
-    """The same for plain threads: each call blocks its thread until it is done."""
+    """`ExpertNetwork` for threads: each call blocks until it is done."""
 
     def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]: ...
 

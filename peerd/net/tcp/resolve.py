@@ -1,6 +1,6 @@
-"""Connecting to a name: both families are looked up and tried beside each other (RFC 8305).
+"""Connecting to a host name: both address families are looked up and tried concurrently (RFC 8305).
 
-Holds no sockets; `connect` is given. The first connection wins; what connects too late is closed.
+Has no sockets: the caller passes `connect`. The first connection wins; later ones are closed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from peerd.machine.connectivity.happy_eyeballs import AddressHistory, NetworkSur
 from peerd.net.race import RaceRun
 from peerd.net.transport import RawLink, close_surely
 
-RESOLUTION_DELAY_S: Final = 0.05  # RFC 8305: IPv4 waits so long for the answer about IPv6
+RESOLUTION_DELAY_S: Final = 0.05  # RFC 8305: how long IPv4 waits for the IPv6 lookup
 _RESOLVED_MAX: Final = 4  # addresses of one name and family that are tried
 _FAMILIES: Final = {
     "dns": (socket.AF_INET6, socket.AF_INET),
@@ -28,13 +28,13 @@ _FAMILIES: Final = {
 
 
 class _Lookup:
-    """One name on its way to a link."""
+    """The lookup of one name, and the attempts at its addresses."""
 
     def __init__(self, place: TcpPlace, connect: Callable[[Multiaddr], Awaitable[RawLink]]) -> None:
         self._place, self._connect = place, connect
         self._found: dict[Multiaddr, AddressHistory] = {}
         self._answered = {family: trio.Event() for family in _FAMILIES[place.family]}
-        self._lookups = len(self._answered)  # that are not over
+        self._lookups = len(self._answered)  # still running
         self._failures: list[str] = []
         self._race = RaceRun(lambda: order(self._found, NetworkSurroundings(), trio.current_time()), self._try)
         self._race.awaits_more = True
@@ -85,7 +85,7 @@ class _Lookup:
 
 
 async def connect_by_name(place: TcpPlace, connect: Callable[[Multiaddr], Awaitable[RawLink]]) -> RawLink:
-    """A link to `place`, whose family is a name's; Unreachable tells what each address said."""
+    """Connect to a `place` with a host name. Raises Unreachable with the reason of each address."""
     return await _Lookup(place, connect).run()
 
 
