@@ -1,6 +1,6 @@
-"""The peer in the background of a user's own loop: its daemon put together, and what ended it in one error.
+"""The background peer of a user's own loop: creates its daemon, and reduces its end to one error.
 
-Shared by the classes of the library; it starts no thread and knows nothing of what the peer is for.
+Shared by the library's classes. It starts no thread, and does not depend on the peer's purpose.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from peerd.daemon import Daemon, DaemonPlan, leaf
 from peerd.launch import assembled
 from peerd.role import Role
 
-CLOSE_S: Final = 10.0  # the drain of a daemon; then the thread is left to itself
+CLOSE_S: Final = 10.0  # for the daemon's drain; afterwards the thread is abandoned
 
 
 class Closed(PeerdError):
-    """The peer in the background has been closed, or never ran."""
+    """The background peer has been closed, or never ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackgroundConfig:
-    """A user's wishes for the peer. `home` None: a folder that goes with it; `log_level` None: nothing on stderr."""
+    """A user's settings of the peer. `home` None: a temporary folder; `log_level` None: no log on stderr."""
 
     bootstrap: tuple[str, ...]
     listen: tuple[str, ...]
@@ -51,7 +51,7 @@ class BackgroundConfig:
         company: tuple[bool, float | None],
         log_level: str | None,
     ) -> BackgroundConfig:
-        """The wishes as a user gives them; `company`: alone, and wait_s. ConfigError for what cannot be used."""
+        """Settings from a user's arguments. `company`: alone and wait_s. Raises ConfigError for invalid ones."""
         check_texts("bootstrap", bootstrap)
         check_texts("listen", listen)
         return cls(
@@ -65,7 +65,7 @@ class BackgroundConfig:
     def daemon(
         self, stack: contextlib.ExitStack, run: RunFile, role: type[Role], announce: Callable[[str], None]
     ) -> Daemon:
-        """The daemon with this one role; what it needs is open until `stack` closes."""
+        """The daemon with this one role; its resources stay open until `stack` closes."""
 
         def warn(text: str) -> None:
             with contextlib.suppress(OSError, ValueError):
@@ -81,28 +81,28 @@ class BackgroundConfig:
             log_level=self.log_level or "info",
             announce=announce,
             company=self.company,
-            warn=warn if silent else lambda text: None,  # else it is in the log
+            warn=warn if silent else lambda text: None,  # otherwise it is in the log
         )
         return stack.enter_context(assembled(plan, None if silent else sys.stderr))
 
 
 def company_wish(alone: bool, wait_s: float | None) -> CompanyConfig:
-    """The wish for peers to begin with, of a library's user."""
+    """How to wait for other peers at the start, from the arguments of a library user."""
     if wait_s is not None and not wait_s > 0:
-        raise ConfigError(f"wait_s is {wait_s}; it must be above 0, or None: for as long as it takes")
+        raise ConfigError(f"wait_s is {wait_s}; it must be above 0, or None to wait without limit")
     patience_s = math.inf if wait_s is None else wait_s
     return CompanyConfig(alone=alone, advice="alone=True begins without", patience_s=patience_s)
 
 
 def check_texts(option: str, addresses: Sequence[str]) -> None:
-    """ConfigError for one text in place of a list, and for what is no address."""
+    """Raises ConfigError for a single text instead of a list, or for an invalid address."""
     if isinstance(addresses, str):
         raise ConfigError(f"{option}: give a list of addresses, not one text")
     check_addresses(option, addresses)
 
 
 def failure_of(result: outcome.Outcome[None], closed: str) -> BaseException:
-    """The one error that ended a background loop; `Closed` with that text where none did."""
+    """The error that ended a background loop, or `Closed` with the text `closed` if there was none."""
     if not isinstance(result, outcome.Error):
         return Closed(closed)
     return leaf(result.error) if isinstance(result.error, ExceptionGroup) else result.error
