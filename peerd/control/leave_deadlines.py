@@ -1,8 +1,8 @@
-"""Leaving: how long a process may take to end, and what ends it after that.
+"""Deadlines of a process that leaves: how long its roles may take, and a thread that ends the process after that.
 
-Roles have LEAVE_S to hand in what they hold, and the process ends after DRAIN_S, whatever still runs. Both are longer
-only while a role writes a state that nobody else is known to have, which the role names in `unsaved`; the second signal
-ends that, too.
+Roles have LEAVE_S to send their gradients, and the process ends after DRAIN_S, even if tasks are still running. Both
+are extended only while a role saves a state that no other peer is known to have, which the role names in `unsaved`. A
+second signal ends that, too.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Final
 
 import trio
 
-LEAVE_S: Final = 6.5  # for roles to hand in what they hold
-DRAIN_S: Final = 9.8  # after this the process ends
-STOP_S: Final = 2.0  # the same after the second signal
-_LOOK_S: Final = 0.5  # between looks whether a role still writes
-_GOODBYE_S: Final = 2.0  # for roles to end after the last of them has written
+LEAVE_S: Final = 6.5  # for roles to send their gradients
+DRAIN_S: Final = 9.8  # until the process ends
+STOP_S: Final = 2.0  # until the process ends, after the second signal
+_LOOK_S: Final = 0.5  # between checks whether a role still saves a state
+_GOODBYE_S: Final = 2.0  # for roles to end after the last of them has saved its state
 
 
 class LeaveDeadlines:
-    """Time limits of one process that leaves. `tell` receives the reason for a longer wait, as text for the user."""
+    """Deadlines of a process that leaves. Calls `tell` with the reason for an extension, as text for the user."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
-        self._until = 0.0  # by time.monotonic: the process is not ended before that
+        self._until = 0.0  # by time.monotonic; the process is not ended before
 
     async def limit(self, scope: trio.CancelScope, unsaved: Callable[[], list[str]]) -> None:
-        """Cancel `scope`, in which roles leave, after LEAVE_S, or shortly after `unsaved` names nothing any more."""
+        """Cancel `scope`, in which roles leave, after LEAVE_S and after `unsaved` returns an empty list."""
         await trio.sleep(LEAVE_S)
         told = ""
         while found := unsaved():
@@ -49,15 +49,16 @@ class LeaveDeadlines:
 
 
 def end_process_after(delay_s: float, code: Callable[[], int], until: Callable[[], float] = lambda: 0.0) -> None:
-    """End the process after `delay_s`, as promised to the user that pressed Ctrl+C, even when a job on the device does
-    not end. `until`: as `LeaveDeadlines.until`.
+    """End the process after `delay_s`, even if a job on the device does not end, as a user who pressed Ctrl+C expects.
+
+    `until` may extend the delay, as `LeaveDeadlines.until` does. `code` returns the exit code.
     """
 
     def end() -> None:
         time.sleep(delay_s)
         while (left_s := until() - time.monotonic()) > 0:
             time.sleep(left_s)
-        sys.stderr.write("peerd: something did not stop in time; ending the process\n")
+        sys.stderr.write("peerd: a task did not stop in time; ending the process\n")
         os._exit(code())
 
     threading.Thread(target=end, daemon=True).start()

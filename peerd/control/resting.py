@@ -1,4 +1,4 @@
-"""The rest of a guest outside its hours: no network, no roles; it answers `peerd status` and waits for its time.
+"""State of a volunteer's peer outside its hours: it has no network and no roles, and only answers `peerd status`.
 
 The caller holds the data directory's lock, and has left the swarm.
 """
@@ -26,7 +26,7 @@ from peerd.log import EventLog, plain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rester:
-    """The peer that rests."""
+    """A peer that rests until its hours begin."""
 
     home: Path
     peer: PeerId
@@ -37,7 +37,7 @@ class Rester:
     log: EventLog
 
     async def rest(self, signals: AsyncIterable[int]) -> bool:
-        """Wait until the hours begin; False: a signal asked to end before."""
+        """Wait until the hours begin. Returns False if a signal ended the wait."""
         until = self.hours.opens
         self.log.event("daemon.rests", until=until, why=f"limits.hours {self.hours.text}")
         ended = False
@@ -60,7 +60,7 @@ class Rester:
 
     async def _snapshot(self) -> dict[str, Any]:
         until = self.hours.opens
-        waits = f"{until}: it rests until then (limits.hours)"
+        waits = f"{until}, when its hours begin (limits.hours)"
         shown = {
             "version": VERSION,
             "pid": os.getpid(),

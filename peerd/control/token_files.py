@@ -1,9 +1,9 @@
-"""Tokens on disk: a peer's own, the lists of revoked ones that it kept, and the organizer's book of issued ones.
+"""Token files: a peer's own token, the lists of revoked tokens that it stored, and the organizer's book of issued ones.
 
-The book is a JSON-lines file to which lines are only added, in `tokens/` of the organizer's data directory; beside it
-lies the signed list of revoked tokens as text, to be handed to others. A line that is cut off (a full disk) is named,
-never skipped: a revocation must not get lost. Tokens are no secrets, the organizer's identity key is one. Nothing here
-talks to the network; what runs beside it reads and writes in threads.
+The book is an append-only file of JSON lines in `tokens/` of the organizer's data directory. Beside it is the signed
+list of revoked tokens, as text that the organizer can pass on. A damaged line, as after a full disk, is an error and
+never skipped, since it may be a revocation. Tokens are not secret; the organizer's identity key is. This module does
+not use the network. Its async functions read and write files in threads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BOOK_DIR: Final = "tokens"  # in the organizer's data directory
 ISSUED_FILE: Final = "issued.jsonl"
 REVOKED_FILE: Final = "revoked.txt"
 _DAY_S: Final = 86400
-_TEXT_BYTES: Final = 4 * REVOKED_BYTES  # no file of ours here is longer
+_TEXT_BYTES: Final = 4 * REVOKED_BYTES  # no valid file is longer
 _ROLE: Final = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 
 K = TypeVar("K", Token, Revoked)
@@ -53,7 +53,7 @@ K = TypeVar("K", Token, Revoked)
 
 
 class CredentialFiles:
-    """One peer's files for one run with tokens: what `service.access` reads again now and then, in threads."""
+    """Token and revocation files of one peer in one run. `service.access` reads them again periodically."""
 
     def __init__(self, run: RunFile, home: Path, own: PeerId) -> None:
         self._organizer = PeerId.parse(run.access.organizer)
@@ -65,29 +65,29 @@ class CredentialFiles:
 
     @property
     def is_organizer(self) -> bool:
-        """True when this peer is the organizer's own, which needs no token."""
+        """True if this is the organizer's own peer, which needs no token."""
         return self._own == self._organizer
 
     async def token(self) -> bytes:
-        """As `read_token`."""
+        """Call `read_token` in a thread."""
         return await trio.to_thread.run_sync(self.read_token)
 
     async def revoked(self) -> list[bytes]:
-        """As `read_revoked`."""
+        """Call `read_revoked` in a thread."""
         return await trio.to_thread.run_sync(self.read_revoked)
 
     async def keep(self, revoked: bytes) -> None:
-        """Remember the newest list beyond the end of this process, as far as the disk lets us."""
+        """Store the newest list of revoked tokens on disk, for later processes. Ignores disk errors."""
         text = to_text(Revoked, revoked).encode() + b"\n"
         with contextlib.suppress(OSError):
             await trio.to_thread.run_sync(write_atomically, self._kept, text)
 
     def read_token(self) -> bytes:
-        """The sealed token as it lies there now, empty for the organizer; ConfigError when none can be read."""
+        """Read the sealed token; b"" for the organizer's peer. Raises ConfigError if it cannot be read."""
         return b"" if self.is_organizer else _read(Token, self.token_path)
 
     def read_revoked(self) -> list[bytes]:
-        """Every list of revoked tokens that can be read."""
+        """Read all lists of revoked tokens, without those that cannot be read."""
         found = []
         for path in self._lists:
             with contextlib.suppress(ConfigError):
@@ -96,7 +96,7 @@ class CredentialFiles:
 
 
 def own_papers(run: RunFile, roles: Sequence[str], home: Path, own: PeerId, now: float) -> CredentialFiles:
-    """This peer's papers, if they let it take part in `roles`; ConfigError says what to do when they do not."""
+    """This peer's token files, after checking that they admit it in `roles`. ConfigError says what to do if not."""
     papers = CredentialFiles(run, home, own)
     organizer = PeerId.parse(run.access.organizer)
     if run.access.revoked:
@@ -106,7 +106,7 @@ def own_papers(run: RunFile, roles: Sequence[str], home: Path, own: PeerId, now:
     wanted = normal_roles(roles)
     advice = _advice(run, wanted, own, papers.token_path)
     if not papers.token_path.exists():
-        raise ConfigError(f"run {run.run} takes members by token, and there is none in {papers.token_path}; {advice}")
+        raise ConfigError(f"run {run.run} admits members by token, and there is none in {papers.token_path}; {advice}")
     roll = RunMembers(run.run, organizer, run.pipeline.stages)
     for data in papers.read_revoked():
         with contextlib.suppress(ProtocolViolation):
@@ -121,7 +121,7 @@ def own_papers(run: RunFile, roles: Sequence[str], home: Path, own: PeerId, now:
 
 
 def _advice(run: RunFile, roles: Sequence[str], own: PeerId, path: Path) -> str:
-    """The way to a token: to type it, where the organizer's identity lies on this machine, else to ask for it."""
+    """How to get a token: the command to type if the organizer's identity is on this machine, else whom to ask."""
     organizer, first = PeerId.parse(run.access.organizer), data_root() / ORGANIZER_DIR
     for place in (first, *known_identities()):
         with contextlib.suppress(ConfigError):
@@ -145,7 +145,7 @@ def _read(kind: type[K], path: Path) -> bytes:
         return from_text(kind, raw.decode("ascii"))
     except (UnicodeDecodeError, ProtocolViolation) as error:
         why = "not text" if isinstance(error, UnicodeDecodeError) else str(error)
-        raise ConfigError(f"{path} holds no {what}: {why}; copy it again, in one piece") from error
+        raise ConfigError(f"{path} has no valid {what}: {why}; copy the whole text again") from error
 
 
 # --- the organizer's book ------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def _read(kind: type[K], path: Path) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenGrant:
-    """The organizer's wish for a token: the peer, run and roles to allow."""
+    """Contents of a token to issue: run, peer, owner's name, roles, and days until it expires."""
 
     run: str
     peer: str
@@ -164,7 +164,7 @@ class TokenGrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssuedToken:
-    """One token in the book; times in Unix seconds. `revoked`: when, or None."""
+    """One token in the book. Times are in Unix seconds; `revoked` is None if the token was not revoked."""
 
     id: str
     run: str
@@ -189,11 +189,11 @@ class TokenBook:
         self._path = self.folder / ISSUED_FILE
 
     def entries(self) -> list[IssuedToken]:
-        """All that were issued, in that order."""
+        """All issued tokens, in the order in which they were issued."""
         return list(self._read()[0].values())
 
     def issue(self, grant: TokenGrant, now: float) -> str:
-        """A new token as text, written into the book; ConfigError says what cannot be granted."""
+        """Issue a token, and add it to the book. Returns it as text. Raises ConfigError if the grant is invalid."""
         token = _token(grant, os.urandom(ID_BYTES), int(now))
         text = to_text(Token, seal(token, self._keypair))
         entry = IssuedToken(
@@ -206,23 +206,23 @@ class TokenBook:
             expires=token.expires,
         )
         with locked(self.folder):
-            self._read()  # a damaged book is not written on
+            self._read()  # raises if the book is damaged, before anything is added
             self._append({key: value for key, value in asdict(entry).items() if key != "revoked"})
         return text
 
     def revoke(self, wanted: str, now: float) -> IssuedToken:
-        """Take a token back, by its id or the beginning of it; repeating that changes nothing."""
+        """Revoke a token, given its id or the beginning of it. Does nothing if it is revoked already."""
         with locked(self.folder):
             entries, number = self._read()
             matching = [entry for entry in entries.values() if wanted and entry.id.startswith(wanted.lower())]
             if len(matching) != 1:
-                why = "several tokens begin so" if matching else "there is no such token"
+                why = "several tokens begin with it" if matching else "there is no such token"
                 raise ConfigError(f"{wanted!r}: {why} in {self._path}; `peerd token list` shows them")
             entry = matching[0]
             if entry.revoked is None:
                 live = [e for e in entries.values() if e.state(now) == "revoked" and e.expires > now]
                 if len(live) >= REVOKED_TOKENS:
-                    raise ConfigError(f"{REVOKED_TOKENS} tokens are revoked and not expired: that is all a list holds")
+                    raise ConfigError(f"{REVOKED_TOKENS} revoked tokens have not expired; the list cannot hold more")
                 entry = entries[entry.id] = replace(entry, revoked=int(now))
                 self._append({"revoke": entry.id, "at": entry.revoked})
                 number += 1
@@ -244,7 +244,7 @@ class TokenBook:
             raise ConfigError(f"{self._path} can't be written: {error.strerror or error}") from error
 
     def _read(self) -> tuple[dict[str, IssuedToken], int]:
-        """The tokens by id, and how many revocations there were: the number of the newest list."""
+        """The tokens by id, and the number of revocations, which is also the number of the newest list."""
         entries: dict[str, IssuedToken] = {}
         number = 0
         try:
@@ -262,7 +262,7 @@ class TokenBook:
                 else:
                     entries[told["id"]] = IssuedToken(**told)
             except (ValueError, TypeError, KeyError) as error:
-                raise ConfigError(f"{self._path}, line {at}: damaged; mend or remove this line") from error
+                raise ConfigError(f"{self._path}, line {at}: damaged; repair or remove this line") from error
         return entries, number
 
 
@@ -270,7 +270,9 @@ def _token(grant: TokenGrant, token_id: bytes, now: int) -> Token:
     try:
         peer = PeerId.parse(grant.peer)
     except ValueError as error:
-        raise ConfigError(f"--peer {grant.peer!r} is not a peer id; `peerd identity` shows it there") from error
+        raise ConfigError(
+            f"--peer {grant.peer!r} is not a peer id; that peer shows its id with `peerd identity`"
+        ) from error
     if not 0 < len(grant.run) <= 64 or not grant.run.isprintable():
         raise ConfigError("--run: allowed are 1 to 64 printable characters, as in the run file")
     if len(grant.name) > TOKEN_NAME_CHARS or not grant.name.isprintable():
@@ -278,7 +280,7 @@ def _token(grant: TokenGrant, token_id: bytes, now: int) -> Token:
     roles = normal_roles(grant.roles)
     wrong = next((role for role in roles if not _ROLE.fullmatch(role)), None)
     if wrong is not None or not roles:
-        raise ConfigError(f"--roles: {wrong or ''!r} is no role; give names with commas, such as stage,trainer")
+        raise ConfigError(f"--roles: {wrong or ''!r} is not a role; separate names with commas, as in stage,trainer")
     if len(roles) > TOKEN_ROLES:
-        raise ConfigError(f"--roles: {len(roles)} of them; allowed: up to {TOKEN_ROLES}")
+        raise ConfigError(f"--roles has {len(roles)} roles; allowed: up to {TOKEN_ROLES}")
     return Token(token_id, peer.public_key, grant.run, grant.name, roles, now, now + grant.days * _DAY_S)

@@ -1,4 +1,4 @@
-"""The demo for people: a live picture in a terminal, or a line now and then where there is no terminal."""
+"""Display of the demo: a live picture on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from peerd.screen.frame import Columns, FramePicture, bar, compose
 from peerd.screen.full_screen import FullScreen
 
 LINE_PERIOD_S: Final = 5.0
-LEFT_LINES: Final = 24  # of the last picture, which stays on the usual screen
+LEFT_LINES: Final = 24  # lines of the last picture that remain on the normal screen
 BAR: Final = 16  # columns
 
 
@@ -28,7 +28,7 @@ class Screen(Protocol):
 
 
 def open_screen(*, as_json: bool) -> Screen:
-    """Live where someone looks on; lines otherwise, on stderr when stdout is for a program."""
+    """A live display if stdout is a terminal, else lines; with `as_json`, lines on stderr."""
     if as_json:
         return LineScreen(sys.stderr)
     console = console_of_now()
@@ -36,7 +36,7 @@ def open_screen(*, as_json: bool) -> Screen:
 
 
 class LineScreen:
-    """Every event as it comes, and how training goes at most every few seconds."""
+    """Prints each event, and the progress of training every few seconds, as lines."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -60,7 +60,7 @@ class LineScreen:
 
 
 class LiveScreen:
-    """Loss curves, speed, peers per stage, traffic and events on the whole screen; the last picture stays behind."""
+    """Shows loss curves, speed, peers, traffic and events on the full screen. Prints the last picture at the end."""
 
     def __init__(self, console: Console) -> None:
         self._screen = FullScreen(console)
@@ -80,13 +80,13 @@ class LiveScreen:
 
 
 def headline(scene: Scene) -> list[str]:
-    """Progress of training and its rate."""
+    """Texts on the progress of training: step, losses, rate, and the reason to wait."""
     facts = [f"step {units.count(scene.step)} of {units.count(scene.total_steps)}"]
     if scene.losses:
         facts.append(f"loss {units.loss(scene.losses[max(scene.losses)])}")
     if scene.valid_losses:
         facts.append(f"validation {units.loss(scene.valid_losses[max(scene.valid_losses)])}")
-    if (tokens_per_s := scene.tokens_per_s(10)) > 0:  # two steps tell
+    if (tokens_per_s := scene.tokens_per_s(10)) > 0:  # known from the second step on
         facts.append(units.rate(tokens_per_s, "tokens"))
     if scene.waits_for and scene.step < scene.total_steps:
         facts.append(f"waits: {scene.waits_for}")
@@ -94,7 +94,7 @@ def headline(scene: Scene) -> list[str]:
 
 
 def picture(scene: Scene, now_s: float) -> FramePicture:
-    """Everything at once."""
+    """Picture of the whole demo."""
     again = scene.redone + scene.requeued
     done = [f"microbatches {units.count(scene.microbatches)}, done again {units.count(again)}, lost {scene.lost}"]
     done.append(f"{units.size(scene.bytes_out)} sent")

@@ -1,8 +1,8 @@
-"""The demo's story: start a backbone, four peers and a trainer; watch; kill a peer at one third; end with figures.
+"""Script of the demo: start a backbone, four peers and a trainer; watch; kill a peer after a third; print a report.
 
-`StageStory` is a pipeline of two stages, where a new peer comes at half and the model writes a sample in the end;
-`ExpertStory` has hosts of experts, whose experts come back on the others. Whatever happens, a child's failure included,
-all processes are stopped and the end is said in one message.
+`StageStory` is a pipeline of two stages: a new peer joins at half time, and the model generates text at the end.
+`ExpertStory` has hosts of experts: the others adopt the experts of the killed host. In all cases, also if a child
+fails, all processes are stopped and the result is one message.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from peerd.demo.setting import DemoConfig, prepare
 LISTEN: Final = "/ip4/127.0.0.1/tcp/0"
 PERIOD_S: Final = 0.4
 ASK_TIMEOUT_S: Final = 2.0
-START_S: Final = 90.0  # a slow disk takes this long to import torch five times
-STALL_S: Final = 120.0  # in which nothing is done: something is wrong, and each process says what it waits for
-NO_STEP_S: Final = 1800.0  # without a new step, though something is: a busy machine is slow, and not stuck
+START_S: Final = 90.0  # for the backbone to start; importing torch five times is slow on a slow disk
+STALL_S: Final = 120.0  # without any work done, until the demo fails with what each process waits for
+NO_STEP_S: Final = 1800.0  # without a new step but with work done, as on a busy machine, until the demo fails
 PEERS_PER_STAGE: Final = 2
 EXPERT_HOSTS: Final = 4
-IDLE_STEPS: Final = 2  # so long the kill waits for a peer that would lose something
+IDLE_STEPS: Final = 2  # the kill waits up to this many steps for a peer with work to lose
 
 __all__ = ["DemoConfig", "run"]
 
 
 class DemoStory(ABC):
-    """One demo from the first process to the last step."""
+    """Base class of a demo: runs it from the first process to the last step."""
 
     scene: Scene
-    peers: str  # what the peers besides backbone and trainer are, in words
+    peers: str  # name of the peers besides backbone and trainer, for messages
 
     def __init__(self, wish: DemoConfig, settings: RunFile, children: Children) -> None:
         self._wish = wish
@@ -56,25 +56,23 @@ class DemoStory(ABC):
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """Steps of the run, and tokens of each."""
+        """Number of steps, and tokens per step."""
         return self._run.optimizer.total_steps, self._run.batch.target_samples * self._run.model.context
 
     @abstractmethod
     def _cast(self) -> dict[str, str]:
-        """The role of each peer besides backbone and trainer, by name."""
+        """Role of each peer besides backbone and trainer, by name."""
 
     @abstractmethod
     def _disturb(self) -> None:
-        """Look whether a peer is to be killed, or to come."""
+        """Kill or start a peer if it is time for that."""
 
     @abstractmethod
     def report(self) -> str:
-        """The end, for people or for programs."""
+        """The final report, as text or JSON."""
 
     async def play(self, screen: Screen) -> None:
-        """Run the story until the trainer has finished, or Ctrl+C. PeerdError when a process failed or nothing
-        moves.
-        """
+        """Run the demo until the trainer finishes, or Ctrl+C. Raises PeerdError if a process fails or nothing moves."""
         self._began = trio.current_time()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._obey_signals, nursery.cancel_scope)
@@ -137,8 +135,8 @@ class DemoStory(ABC):
     def _stalled(self, since_s: float) -> str:
         waits = []
         for child in self._children.by_name.values():
-            why = child.role().get("waits_for") or "nothing that it names"
-            waits.append(f"  {child.name}: {'waits: ' + str(why) if child.running else 'is gone'}")
+            why = child.role().get("waits_for") or "no reason given"
+            waits.append(f"  {child.name}: {'waits: ' + str(why) if child.running else 'has ended'}")
         return f"no new step for {since_s:.0f} s at step {self.scene.step}\n" + "\n".join(waits)
 
     async def _watch(self, screen: Screen) -> None:
@@ -155,7 +153,7 @@ class DemoStory(ABC):
         self.scene.read(self._children.by_name, self.now_s)
 
     def _kill(self, name: str, words: str) -> None:
-        """Kill a peer as a power cut would; `words`: what it was."""
+        """Kill a peer without warning, like a power cut. `words` describes it in the message."""
         self._children.kill(self._children.by_name[name])
         self.scene.killed.append(name)
         self.kill_step = self.scene.step
@@ -169,7 +167,7 @@ class DemoStory(ABC):
 
 
 class StageStory(DemoStory):
-    """A pipeline of stages: the peer whose loss hurts most is killed, and another takes its place."""
+    """Demo of a pipeline: kills the stage peer with the most work, and starts another one later."""
 
     peers = "stage peers"
 
@@ -181,13 +179,13 @@ class StageStory(DemoStory):
         return {f"stage-{n}": "stage" for n in range(1, PEERS_PER_STAGE * self._run.pipeline.stages + 1)}
 
     def _disturb(self) -> None:
-        """Kill at one third; replace at half."""
+        """Kill a peer after a third of the steps; start another one after half."""
         scene, total = self.scene, self.scene.total_steps
         if self._wish.calm:
             return
         if not scene.killed and scene.step * 3 >= total and (victim := scene.victim()) is not None:
             if not victim.held and scene.step * 3 < total + 3 * IDLE_STEPS:
-                return  # one that holds work will be along
+                return  # wait for a peer that has work to lose
             work = f"; it held {victim.held} samples' gradients" if victim.held else ""
             self._kill(victim.name, f"of stage {victim.stage} at step {scene.step}{work}")
         elif scene.killed and not self.started_later and scene.step * 2 >= total:
@@ -232,7 +230,7 @@ class StageStory(DemoStory):
 
 
 class ExpertStory(DemoStory):
-    """Hosts of experts: the one with most of them is killed, and the others take its experts over."""
+    """Demo of a mixture of experts: kills the host with the most experts, which the others then adopt."""
 
     peers = "hosts of experts"
 
@@ -265,7 +263,7 @@ class ExpertStory(DemoStory):
 
 
 def run(wish: DemoConfig) -> int:
-    """The whole demo; its exit code."""
+    """Run the whole demo. Returns the exit code."""
     folder, settings = prepare(wish)
     with Children(folder) as children:
         story = (StageStory if settings.experts is None else ExpertStory)(wish, settings, children)
@@ -276,7 +274,7 @@ def run(wish: DemoConfig) -> int:
             except BaseExceptionGroup as group:
                 raise _first(group) from group
     if story.stopped:
-        sys.stderr.write(f"stopped; what there is lies in {folder}\n")
+        sys.stderr.write(f"stopped; the data so far is in {folder}\n")
         return 0
     print(story.report())
     return 0

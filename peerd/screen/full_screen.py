@@ -1,7 +1,7 @@
-"""A terminal's whole screen with one picture that changes: drawn anew to the size that the screen has by then.
+"""Shows a changing picture on a terminal's full screen, always drawn at its current size.
 
-It is the alternate screen: what was there before comes back at the end. Where the size changes between two pictures,
-`follow_size` draws the last one again, so that no torn frame stays.
+Uses the alternate screen, so the earlier contents reappear at the end. If the size changes between two pictures,
+`follow_size` draws the last one again, so that no broken frame remains.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rich.text import Text
 
 from peerd.screen.frame import Framed, FramePicture
 
-RESIZE_S: Final = 0.1  # between two looks at the screen's size
+RESIZE_S: Final = 0.1  # between two checks of the screen's size
 
 
 class FullScreen:
-    """Use it as a context manager; `show` draws."""
+    """Full-screen display of pictures. Use it as a context manager, and draw with `show`."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -39,7 +39,7 @@ class FullScreen:
         self._live.stop()
 
     def show(self, picture: FramePicture) -> None:
-        """Draw the picture over the whole screen."""
+        """Draw a picture over the whole screen."""
         self._picture, size = picture, self._now()
         if size != self._size:
             self.console.clear()
@@ -47,17 +47,17 @@ class FullScreen:
         self._live.update(Framed(picture), refresh=True)
 
     def follow_size(self) -> None:
-        """Draw the last picture again when the screen has another size now."""
+        """Draw the last picture again if the size of the screen has changed."""
         if self._picture is not None and self._now() != self._size:
             self.show(self._picture)
 
     def _now(self) -> tuple[int, int]:
-        """Columns and lines of the screen at this moment."""
+        """Current columns and lines of the screen."""
         size = self.console.size
         return size.width, size.height
 
     def pause(self, seconds: float, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Wait, and follow the screen's size meanwhile."""
+        """Wait for `seconds`, and redraw the picture if the screen's size changes meanwhile."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             sleep(min(RESIZE_S, left))

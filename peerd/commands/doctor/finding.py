@@ -1,6 +1,6 @@
-"""Results of doctor's checks: what was found, whether a peer can live with it, and what to do.
+"""Results of doctor's checks: what was found, whether a peer can run with it, and what to do.
 
-`unknown` is not `ok`: it stands where something was not asked or cannot be known.
+`unknown` is not `ok`: it means that something was not checked or cannot be determined.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from peerd.core.errors import PeerdError
 
 
 class CheckVerdict(StrEnum):
-    """End of one check. Only FAIL is a reason for exit code 1."""
+    """Verdict of one check. Only FAIL makes the exit code 1."""
 
     OK = "ok"
     WARN = "warn"
@@ -22,7 +22,7 @@ class CheckVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One check's end: what was looked at, what was found there, and what to type or do."""
+    """Result of one check: its subject, the verdict, what was found, and what to type or do."""
 
     check: str
     verdict: CheckVerdict
@@ -31,6 +31,6 @@ class CheckResult:
 
 
 def failed(check: str, error: PeerdError, advice: str = "") -> CheckResult:
-    """The failure that `peerd join` would end with, for the same reason."""
+    """Failed check for an error that `peerd join` would raise. Its text after "; ", if any, becomes the advice."""
     found, _, more = str(error).partition("; ")
     return CheckResult(check, CheckVerdict.FAIL, found, more or advice)

@@ -1,6 +1,6 @@
-"""Checks of what a run needs here: token, tokenizer, text, model, memory for a stage, room for its checkpoints.
+"""Checks of what a run needs on this machine: token, tokenizer, text, model, memory, disk space for checkpoints.
 
-Which of them apply follows from the roles. Each asks the functions that the roles ask, so that it ends as they would.
+The roles determine which checks apply. Each check calls the functions that the roles call, so it has the same outcome.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peerd.home import IDENTITY_FILE, load_identity, locked
 
 @dataclass(frozen=True, slots=True)
 class RunNeeds:
-    """A run, and the roles that are meant to take part in it from this data directory; none: any."""
+    """A run, and the roles that will take part in it from this data directory. Without roles: stages and trainers."""
 
     run: RunFile
     roles: tuple[str, ...]
@@ -32,8 +32,8 @@ class RunNeeds:
 
     @property
     def holds_model(self) -> bool:
-        """True when a stage, or the whole model, is computed here."""
-        if self.run.loop is not None:  # a program of the user's, which this is not
+        """True if a stage, or the whole model, is computed here."""
+        if self.run.loop is not None:  # the user's own program computes it
             return False
         whole = "trainer" in self.roles and self.run.pipeline.stages == 1
         return not self.roles or "stage" in self.roles or whole
@@ -44,13 +44,13 @@ class RunNeeds:
 
 
 def run_checks(needs: RunNeeds) -> Iterator[CheckResult]:
-    """All checks that apply to the roles."""
+    """Run all checks that apply to the roles."""
     yield token_check(needs)
     yield from precision_checks(needs)
     try:
         importlib.import_module("peerd.compute.devices")
     except ImportError:
-        yield CheckResult("model", CheckVerdict.UNKNOWN, "not checked: torch is not there", "pip install torch")
+        yield CheckResult("model", CheckVerdict.UNKNOWN, "not checked: torch is not installed", "pip install torch")
         return
     if needs.holds_model or needs.reads_text:
         vocabulary = _vocabulary(needs.run)
@@ -66,15 +66,15 @@ def run_checks(needs: RunNeeds) -> Iterator[CheckResult]:
 
 
 def token_check(needs: RunNeeds) -> CheckResult:
-    """The token that a run for invited peers asks for."""
+    """Check the token that a run for invited peers requires."""
     run, place = needs.run, needs.data_dir
     if run.access.allow == "open":
         return CheckResult("token", CheckVerdict.OK, "the run is open to all")
     if not (place / IDENTITY_FILE).exists():
-        found = f"run {run.run} takes members by token, and this peer has no identity yet, for which one is issued"
+        found = f"run {run.run} admits members by token, and this peer has no identity yet to issue one for"
         typed = f"peerd identity --data-dir {place}"
         return CheckResult(
-            "token", CheckVerdict.FAIL, found, f"type: {typed}; ask the organizer for a token for what it shows"
+            "token", CheckVerdict.FAIL, found, f"type: {typed}; ask the organizer for a token for the id that it shows"
         )
     try:
         papers = own_papers(run, needs.roles, place, load_identity(place).peer_id, time.time())
@@ -85,7 +85,7 @@ def token_check(needs: RunNeeds) -> CheckResult:
 
 
 def precision_checks(needs: RunNeeds) -> Iterator[CheckResult]:
-    """The precision that a stage is computed in, where that is not full; and a limits.precision that has no effect."""
+    """Report the precision of a stage if it is not full precision, and a limits.precision that has no effect."""
     run = needs.run
     if needs.holds_model and (text := precision_text(run)) is not None:
         yield CheckResult("precision", CheckVerdict.OK, f"a stage is computed in {text}")
@@ -95,8 +95,9 @@ def precision_checks(needs: RunNeeds) -> Iterator[CheckResult]:
 
 
 def visiting_as(needs: RunNeeds) -> tuple[Keypair | None, CredentialFiles | None]:
-    """Identity and token with which peers of a run for invited ones answer; none: they are not valid, not needed, or a
-    daemon runs as that peer.
+    """Identity and token to connect with in a run for invited peers.
+
+    Returns (None, None) if the run needs no token, the token is not valid, or a daemon with this identity is running.
     """
     if needs.run.access.allow == "open" or token_check(needs).verdict != CheckVerdict.OK:
         return None, None
@@ -115,12 +116,12 @@ def _vocabulary(run: RunFile) -> CheckResult:
     try:
         vocabulary = load_vocabulary(run.model.vocab)
     except ConfigError as error:
-        return failed("tokenizer", error, "ask the organizer for the file, and have model.vocab name it")
+        return failed("tokenizer", error, "ask the organizer for the file, and set model.vocab to its path")
     return CheckResult("tokenizer", CheckVerdict.OK, f"{run.model.vocab}, {vocabulary.size:,} tokens")
 
 
 def _text(run: RunFile) -> Iterator[CheckResult]:
-    """The sources open, indexes over http(s) are fetched and agree with their digests, and samples come out."""
+    """Check that the sources open, that indexes over http(s) match their digests, and that samples can be read."""
     from peerd.compute.data.http_fetch import DataUnavailable
     from peerd.compute.data.stream import samples_of
 
@@ -131,16 +132,16 @@ def _text(run: RunFile) -> Iterator[CheckResult]:
             stream = samples_of(run, "doctor", "train" if split == "train" else "valid")
             stream.take(1)
         except ConfigError as error:
-            yield failed(check, error, "put the text there, or have data.path name where it is")
+            yield failed(check, error, "put the text there, or set data.path to its location")
             return
         except DataUnavailable as error:
             yield CheckResult(check, CheckVerdict.FAIL, str(error), "a trainer would wait for it: is the server up?")
             return
-        yield CheckResult(check, CheckVerdict.OK, f"{paths}: {stream.files} files, samples come out")
+        yield CheckResult(check, CheckVerdict.OK, f"{paths}: {stream.files} files, samples can be read")
 
 
 def _model(needs: RunNeeds) -> Iterator[CheckResult]:
-    """The model can be built, and there is room for a stage of it."""
+    """Check that the model can be built, and that memory and disk suffice for one of its stages."""
     from peerd.compute.model.footprint import footprint
 
     run = needs.run
@@ -148,7 +149,7 @@ def _model(needs: RunNeeds) -> Iterator[CheckResult]:
     try:
         taken = [footprint(run, stage) for stage in stages]
     except ConfigError as error:
-        yield failed("model", error, "ask the organizer for the file, or mend it")
+        yield failed("model", error, "ask the organizer for the file, or fix it")
         return
     total = sum(one.parameters for one in taken)
     yield CheckResult("model", CheckVerdict.OK, f"{run.model.kind}, {total:,} parameters in stages {_listed(stages)}")
@@ -157,15 +158,15 @@ def _model(needs: RunNeeds) -> Iterator[CheckResult]:
         try:
             memory = _memory(needs, _measured(needs, taken))
         except ConfigError as error:
-            yield failed("model", error, "ask the organizer for the file, or mend it")
+            yield failed("model", error, "ask the organizer for the file, or fix it")
     yield memory
     yield _disk(needs, taken)
 
 
 def _measured(needs: RunNeeds, taken: list[StageFootprint]) -> list[StageFootprint]:
-    """The same with activations of the user's own layers, of those stages that there is memory to build.
+    """`taken` with measured activations of the user's own layers, for the stages that fit into memory.
 
-    ConfigError when a layer can't be built, or fails.
+    Raises ConfigError if a layer cannot be built, or fails.
     """
     from peerd.compute.model.footprint import measured_footprint
 
@@ -174,7 +175,7 @@ def _measured(needs: RunNeeds, taken: list[StageFootprint]) -> list[StageFootpri
 
 
 def _lacks(needs: RunNeeds, taken: list[StageFootprint]) -> dict[int, str]:
-    """The stages that there is no memory for, and why; none on a device that is not there."""
+    """Stages that do not fit into memory, each with the reason. Raises RuntimeError if the device is missing."""
     from peerd.compute.model.footprint import lacking
 
     allowed = needs.run.limits.memory_gb * 1e9
@@ -183,10 +184,10 @@ def _lacks(needs: RunNeeds, taken: list[StageFootprint]) -> dict[int, str]:
 
 
 def _memory(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
-    """The memory for the stage that takes most, or that the run file names."""
+    """Check the memory for the stages in `taken`. Warns if only some of them fit."""
     try:
         lacks = _lacks(needs, taken)
-    except RuntimeError as error:  # of a device that is not there
+    except RuntimeError as error:  # the device is missing
         return CheckResult("memory", CheckVerdict.UNKNOWN, str(error).splitlines()[0])
     if not lacks:
         most = max(taken, key=lambda one: sum(one.on(needs.device)))
@@ -194,54 +195,52 @@ def _memory(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
         of_device = f", of these {_size(there)} on {needs.device}" if there else ""
         found = f"enough for each stage, {_size(sum(most.on(needs.device)))} at most{of_device}"
         activations = f"activations of a microbatch ({_size(most.activation_bytes(needs.device))})"
-        return CheckResult("memory", CheckVerdict.OK, f"{found}, with {activations}; Python and torch come on top")
+        return CheckResult("memory", CheckVerdict.OK, f"{found}, with {activations}; Python and torch need memory, too")
     found = next(iter(lacks.values()))
     if len(lacks) < len(taken):
         fits = [one.stage for one in taken if one.stage not in lacks]
-        advice = f"have this peer serve one that fits: limits.stage: {fits[0]} (fit: {_listed(fits)})"
+        advice = f"let this peer serve a stage that fits: limits.stage: {fits[0]} (fit: {_listed(fits)})"
         return CheckResult("memory", CheckVerdict.WARN, found, advice)
-    return CheckResult(
-        "memory", CheckVerdict.FAIL, found, "more memory, or a run with more stages: each is smaller then"
-    )
+    return CheckResult("memory", CheckVerdict.FAIL, found, "add memory, or split the run into more, smaller stages")
 
 
 def _disk(needs: RunNeeds, taken: list[StageFootprint]) -> CheckResult:
-    """Room for the checkpoints that a stage keeps, and one more that is written."""
+    """Check the disk space for the checkpoints that a stage keeps, and one more that is being written."""
     keep, each = needs.run.checkpoint.keep, max(one.checkpoint_bytes for one in taken)
     need = (keep + 1) * each
     check, most = "room for checkpoints", disk_bytes(needs.run)
     if most is not None and 2 * each > most:
-        found = f"one and the one before take {_size(2 * each)}, and limits.disk_gb (--disk-gb) allows {_size(most)}"
-        return CheckResult(check, CheckVerdict.WARN, found, "allow more")
+        found = f"the last two checkpoints take {_size(2 * each)}, and limits.disk_gb (--disk-gb) allows {_size(most)}"
+        return CheckResult(check, CheckVerdict.WARN, found, "raise the limit")
     need = need if most is None else min(need, most)
-    return _room(needs, check, f"{keep} checkpoints and one that is written take", need)
+    return _room(needs, check, f"{keep} checkpoints and one being written take", need)
 
 
 def _room_to_keep(needs: RunNeeds) -> CheckResult:
-    """Room for the sets that a backbone keeps, each with a checkpoint of every stage."""
+    """Check the disk space for the sets that a backbone keeps, each with a checkpoint of every stage."""
     from peerd.compute.model.footprint import footprint
 
     check, keep = "room for kept checkpoints", needs.run.checkpoint.keep
     try:
         each = [footprint(needs.run, stage).checkpoint_bytes for stage in range(needs.run.pipeline.stages)]
     except ConfigError as error:
-        return failed(check, error, "ask the organizer for the file, or mend it")
-    sets = f"{keep} sets of checkpoints of all {len(each)} stages and one that is written take"
+        return failed(check, error, "ask the organizer for the file, or fix it")
+    sets = f"{keep} sets of checkpoints of all {len(each)} stages and one being written take"
     return _room(needs, check, sets, (keep + 1) * sum(each) + max(each))
 
 
 def _room(needs: RunNeeds, check: str, what: str, need: int) -> CheckResult:
-    """Room for `need` bytes, which `what` takes; what lies there already counts as room."""
+    """Check that the disk has `need` bytes for `what`. Existing checkpoints of the run count as free space."""
     place = needs.data_dir
     try:
         free = shutil.disk_usage(place).free
         there = sum(file.stat().st_size for file in place.glob(f"*/checkpoints/{needs.run.run}/*/*.safetensors"))
     except OSError as error:
         return CheckResult(check, CheckVerdict.FAIL, f"{place}: {error.strerror or error}")
-    found = f"{what} {_size(need)}; free are {_size(free)}"
+    found = f"{what} {_size(need)}; {_size(free)} are free"
     if need <= free + there:
         return CheckResult(check, CheckVerdict.OK, found)
-    return CheckResult(check, CheckVerdict.FAIL, found, "free some, or choose another --data-dir")
+    return CheckResult(check, CheckVerdict.FAIL, found, "free some space, or choose another --data-dir")
 
 
 def _listed(stages: list[int]) -> str:

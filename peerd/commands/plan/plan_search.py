@@ -1,7 +1,7 @@
-"""From a links file, and perhaps a run and a placement of before, to the best placement found in the time given.
+"""Searches for the best placement, given a links file and, optionally, a run and an earlier placement.
 
-Ctrl+C ends the search with the best so far: the search's clock jumps to its end. What cannot be placed is a ConfigError
-that names the file, the line, and what is allowed.
+The search has a time limit. Ctrl+C ends it with the best placement so far: the search's clock jumps to its end. If no
+placement is possible, ConfigError names the file, the line, and what is allowed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from peerd.machine.placement.search import SearchOptions, cost_of, plan
 from peerd.machine.placement.starts import random_placement
 from peerd.screen.units import size
 
-RANDOM: Final = 20  # placements that the found one is compared with
-RANDOM_OF_MANY: Final = 5  # where there are more than `MANY` devices
+RANDOM: Final = 20  # random placements to compare with
+RANDOM_OF_MANY: Final = 5  # likewise, for more than MANY devices
 MANY: Final = 256
-STATE_GRADIENTS: Final = 3  # parameters and two moments, each as large as a gradient: what a device that moves fetches
+STATE_GRADIENTS: Final = 3  # state that a moving device fetches, in gradients: parameters and two moments
 _LEAP_S: Final = 1e9
-_TOLD_S: Final = 0.2  # between two words of progress
+_TOLD_S: Final = 0.2  # between two updates of the progress line
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The command line's wishes for one search."""
+    """Options of one search, from the command line."""
 
     links: Path
     run: tuple[Path, RunFile, Sequence[StageSize]] | None
@@ -55,7 +55,7 @@ class PlanRequest:
 
 
 def find(wish: PlanRequest) -> SolvedPlan:
-    """Read, search, compare. Raises ConfigError."""
+    """Read the files, search a placement, and compare it with others. Raises ConfigError if there is none."""
     links = load_links(wish.links)
     problem, state_bytes = problem_of(links, wish)
     before = (wish.before, load_placement(wish.before, problem)) if wish.before is not None else None
@@ -69,7 +69,7 @@ def find(wish: PlanRequest) -> SolvedPlan:
             best = plan(problem, options, Random(wish.seed), watch.clock, before[1] if before else None)
         except NoPlacement as error:
             settled = problem.sizes is not None and len(problem.devices) > len(problem.stages)
-            free = "; with speed_tflops of the devices, stages may have unequal numbers of them" if settled else ""
+            free = "; if all devices have speed_tflops, stages may have unequal numbers of them" if settled else ""
             raise ConfigError(f"{wish.links}: {error}{free}") from error
     took_s = time.monotonic() - began
     count = RANDOM if len(problem.devices) <= MANY else RANDOM_OF_MANY
@@ -89,7 +89,7 @@ def find(wish: PlanRequest) -> SolvedPlan:
 
 
 def problem_of(links: LoadedLinks, wish: PlanRequest) -> tuple[PlacementProblem, float]:
-    """The problem to solve, and the bytes that a device fetches which takes up another stage."""
+    """The problem to solve, and the bytes of state that a device fetches when it moves to another stage."""
     if wish.run is not None:
         path, run, sizes = wish.run
         stages = tuple(StageWork(one.gradient_bytes, one.sent_bytes, one.work_flops, one.memory_bytes) for one in sizes)
@@ -99,7 +99,7 @@ def problem_of(links: LoadedLinks, wish: PlanRequest) -> tuple[PlacementProblem,
         stages, count = links.stages, links.microbatches
         if not stages:
             raise ConfigError(
-                f"{links.path} has no workload: what is to be placed? add --model RUN.yaml, or `workload:` to the file"
+                f"{links.path} has no workload; add --model RUN.yaml to the command, or `workload:` to the file"
             )
         state = STATE_GRADIENTS * max(work.gradient for work in stages)
         where = f"{links.path}, line {links.workload_line}: workload.stages"
@@ -113,12 +113,15 @@ def problem_of(links: LoadedLinks, wish: PlanRequest) -> tuple[PlacementProblem,
 
 
 def timed(problem: PlacementProblem) -> bool:
-    """True when speeds are known. Without them nothing speaks for a second device in a stage, so all get one number."""
+    """True if the work of the stages and the speeds of all devices are known.
+
+    Otherwise a second device in a stage has no benefit by the cost, so the stages' sizes are fixed before the search.
+    """
     return any(work.flops for work in problem.stages) and all(math.isfinite(device.speed) for device in problem.devices)
 
 
 def _settled_sizes(problem: PlacementProblem, before: StagePlacement | None) -> tuple[int, ...]:
-    """Devices of each stage: as many as before, or all of them in equal parts."""
+    """Number of devices of each stage: as in the placement `before`, or all devices in equal parts."""
     count, stages = len(problem.devices), len(problem.stages)
     if before is not None:
         return tuple(len(before.members(stage)) for stage in range(stages))
@@ -126,7 +129,7 @@ def _settled_sizes(problem: PlacementProblem, before: StagePlacement | None) -> 
 
 
 def _need_memory(links: LoadedLinks, stages: Sequence[StageWork], where: str) -> None:
-    """The stages that need most are held against the devices that have most, one for one."""
+    """Raise ConfigError unless each stage can have a device with enough memory. Compares both sorted by memory."""
     wanting = sorted(range(len(stages)), key=lambda stage: -stages[stage].memory)
     having = sorted(links.devices, key=lambda device: -device.memory)
     for nth, (stage, device) in enumerate(zip(wanting, having, strict=False)):
@@ -136,18 +139,18 @@ def _need_memory(links: LoadedLinks, stages: Sequence[StageWork], where: str) ->
             most = f"the largest device, {clean(device.name)}, has {size(device.memory)}"
             if nth:
                 most = f"only {nth} of the devices have as much, for {nth + 1} stages that need it"
-            more = "devices with more memory_gb, or more stages: each is smaller then"
+            more = "devices with more memory_gb, or more, smaller stages"
             raise ConfigError(f"{file}: stage {stage} needs {size(need)} of memory, and {most}; allowed: {more}")
 
 
 def _moving_s(problem: PlacementProblem, state_bytes: float) -> float:
-    """Seconds that a device takes to fetch a stage's state over a link that is neither fast nor slow."""
+    """Seconds that a device takes to fetch a stage's state over a link of median rate."""
     rate = problem.network.rate[np.isfinite(problem.network.rate) & (problem.network.rate > 0)]
     return float(state_bytes / np.median(rate)) if len(rate) else 0.0
 
 
 class SearchWatch:
-    """The search's clock, which tells people how far it is and jumps to the end when they stop it."""
+    """Clock of a search. Prints the progress, and jumps to the end of the search when the user stops it."""
 
     def __init__(self, limit_s: float) -> None:
         self.stopped = False
@@ -158,7 +161,7 @@ class SearchWatch:
         self._tell = sys.stderr.isatty()
 
     def clock(self) -> float:
-        """Seconds. Once it is stopped each look at it is a leap later, so that no wait lasts."""
+        """Current time in seconds. Once stopped, each call adds _LEAP_S to it, so that every deadline passes."""
         if self.stopped:
             self._leaps += 1
             return time.monotonic() + self._leaps * _LEAP_S
@@ -166,18 +169,18 @@ class SearchWatch:
         if self._tell and now - self.began >= self._told_s:
             self._told_s += _TOLD_S
             gone = f"{now - self.began:.0f} of {self._limit_s:g} s"
-            sys.stderr.write(f"\rsearching: {gone}; Ctrl+C ends it with the best so far ")
+            sys.stderr.write(f"\rsearching: {gone}; Ctrl+C ends the search with the best plan so far ")
             sys.stderr.flush()
         return now
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """The first time ends the search, the second one the program."""
+        """Handler of SIGINT. The first call ends the search, the second one the program."""
         if self.stopped:
             raise KeyboardInterrupt
         self.stopped = True
 
     def end(self) -> None:
-        """Wipe the words away."""
+        """Erase the progress line."""
         if self._tell:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
@@ -185,7 +188,7 @@ class SearchWatch:
 
 @contextlib.contextmanager
 def _stoppable(limit_s: float) -> Iterator[SearchWatch]:
-    """A watch that Ctrl+C stops, in place of the program."""
+    """Context in which Ctrl+C stops the watch instead of the program."""
     watch = SearchWatch(limit_s)
     usual = signal.signal(signal.SIGINT, watch.stop)
     try:
