@@ -1,4 +1,4 @@
-"""A network before and after `peerd plan`: one random placement and the one found, side by side, in colours.
+"""Draws a network before and after `peerd plan`: a random and the planned placement side by side, in colours.
 
 python -m scripts.plan_picture [LINKS.yaml] [SECONDS]
 """
@@ -21,11 +21,11 @@ from peerd.machine.placement.search import cost_of
 from peerd.machine.placement.starts import random_placement
 from peerd.screen.units import took
 
-WIDTH = 42  # columns of each
+WIDTH = 42  # columns of each picture
 
 
 def picture(problem: PlacementProblem, placement: StagePlacement, name: str) -> list[Text]:
-    """The matrix under what a step takes."""
+    """Lines with the time of a step and the link matrix of a placement."""
     stages = range(len(problem.stages))
     members = [sorted(placement.members(s), key=lambda device: problem.devices[device].place) for s in stages]
     step_s = cost_of(problem, placement, CostKind.STEADY).total_s

@@ -1,9 +1,9 @@
-"""Break-even of a grid of small averaging groups: what each further peer costs, and what the line model makes of it.
+"""Break-even of a grid of small averaging groups: measured cost per peer, and times by the model of `topology`.
 
-Measured is processor time: all peers are in this process, over TCP on loopback, each with a host of its own, and what
-one of them takes for one attempt is told, flat and over a grid of two rounds; where peers tell of their lines, shares
-are cut into smaller parts. Modelled is the time of an attempt over equal lines by `machine/averaging/topology`, which
-chooses by it: so many seconds for the bytes, for each peer of a group and its parts, and for each round.
+Measured is the processor time of one peer for one averaging attempt, flat and over a grid of two rounds. All peers are
+in this process, each with its own host, over TCP on loopback. If the peers' lines are known, shares have smaller parts.
+Modelled is the time of an attempt over equal lines by `machine/averaging/topology`, which chooses the topology by it: a
+time for the bytes, for each peer of a group and its parts, and for each round.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ T = TypeVar("T")
 TERMS = MemberTerms(part_bytes=4 << 20, patience_s=60.0)
 MODELLED = (8, 16, 32, 64, 128, 192)
 VECTOR_BYTES = 8 << 20
-MEASURED = ((10_000, False), (200_000, True), (1_000_000, False))  # values, and whether lines are known
+MEASURED = ((10_000, False), (200_000, True), (1_000_000, False))  # number of values, and True if lines are known
 COUNTS = (8, 16)
 LINES_MBIT_S = (100, 1000)
 BYTES_PER_MBIT = 125_000
 
 
 class Inline:
-    """Computes where it is called: the processor's time is measured, not the clock's."""
+    """Worker that runs jobs in the caller's thread. Fine here, since processor time is measured."""
 
     async def run(self, job: Callable[[], T], *, name: str, cost_s: float = 0.0, urgent: bool = False) -> T:
         await trio.lowlevel.checkpoint()
@@ -50,7 +50,7 @@ class Inline:
 
 
 class Peers:
-    """Linked to each other, and averaging."""
+    """Connected peers that average."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
@@ -70,7 +70,7 @@ class Peers:
                 await host.connect(other.id, other.addrs())
 
     async def attempt_s(self, elements: int, known: bool, size: int) -> float:
-        """Processor seconds of one peer for one attempt in groups of up to `size`."""
+        """Run one attempt in groups of up to `size` peers. Returns the processor seconds per peer."""
         names, lines = tuple(sorted(self._averaging)), WorkSplitter()
         for name in names if known else ():
             lines.tell(name, 0, LineInfo("node", 1e7, 1e7, elements, "float32"))
@@ -87,7 +87,7 @@ class Peers:
         return (time.process_time() - began) / len(names)
 
     async def _round(self, groups: Iterable[OrderedGroup], have: dict[str, Vector]) -> None:
-        """All groups sum what their members have, and have the sum then."""
+        """Run a round of all groups: replaces each member's vector in `have` by its group's sum."""
         async with trio.open_nursery() as nursery:
             for one in groups:
                 self._attempts += 1
@@ -108,7 +108,7 @@ class Peers:
 
 
 async def _measured(count: int, elements: int, known: bool, repeats: int) -> tuple[float, float]:
-    """Processor milliseconds of one peer: flat, and over a grid of two rounds; the least of some."""
+    """Processor milliseconds of one peer, flat and over a grid of two rounds, as the minimum of `repeats` attempts."""
     async with trio.open_nursery() as nursery:
         peers = Peers(nursery)
         await peers.start(count)
@@ -144,7 +144,7 @@ def _modelled(count: int) -> list[Figure]:
 
 
 def measure(full: bool) -> Report:
-    """Takes some ten seconds, with `full` twice as long."""
+    """Run the benchmark, which takes about ten seconds; with `full`, twice as long."""
     sections = []
     for elements, known in MEASURED:
         section = []
