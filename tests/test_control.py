@@ -53,7 +53,7 @@ async def test_a_daemon_is_found_by_its_directory_and_when_it_is_the_only_one(tm
 
 async def test_several_daemons_are_listed_with_the_option_that_chooses(tmp_path: Path) -> None:
     async with daemon(tmp_path / "a"), daemon(tmp_path / "b"):
-        with pytest.raises(ConfigError, match=r"2 daemons are running; say which:\n.*--data-dir .*/a\n.*/b"):
+        with pytest.raises(ConfigError, match=r"2 daemons are running; choose one:\n.*--data-dir .*/a\n.*/b"):
             await ask(None)
         assert (await ask(tmp_path / "b"))["data_dir"] == str(tmp_path / "b")
 

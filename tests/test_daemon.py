@@ -279,7 +279,7 @@ async def test_a_role_that_saves_what_nobody_else_has_is_waited_for_unless_the_p
         await one.ended.wait()
     assert ("left" in Saves.happened) != fails
     assert ("role.left_late" in one.names()) == fails
-    told = "saving step 7 of stage 0, which no other peer is known to have; once more to stop without it"
+    told = "saving step 7 of stage 0, which no other peer is known to have; press Ctrl+C again to stop without it"
     assert (told in capsys.readouterr().out) != fails
 
 

@@ -184,7 +184,7 @@ def test_a_demo_refuses_data_that_is_not_there_and_a_used_folder(tmp_path: Path)
         prepare(wish(tmp_path / "d", data="nowhere"))
     (tmp_path / "d" / "stage-1").mkdir(parents=True)
     (tmp_path / "d" / "stage-1" / "identity.key").write_text("")
-    with pytest.raises(ConfigError, match="holds an earlier demo"):
+    with pytest.raises(ConfigError, match="has an earlier demo"):
         prepare(wish(tmp_path / "d"))
 
 

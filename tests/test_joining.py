@@ -90,7 +90,7 @@ def test_a_kept_run_file_uses_the_code_that_was_allowed_and_no_other(
     with pytest.raises(ConfigError, match=r"'json\.py', which is not in this folder"):
         load_run(file)
     (tmp_path / "elsewhere/json.py").write_text("import os\n")
-    with pytest.raises(ConfigError, match="is another file than the one that was allowed"):
+    with pytest.raises(ConfigError, match="has changed since it was allowed"):
         load_run(file)
     assert invoke(["doctor", "--model", str(file)]) == 2
 
@@ -98,10 +98,12 @@ def test_a_kept_run_file_uses_the_code_that_was_allowed_and_no_other(
 def test_a_run_is_shown_and_agreed_to_once_and_a_change_is_asked_about_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="nobody is there to agree to this run file: read it, and add --yes"):
+    with pytest.raises(
+        ConfigError, match="there is no terminal to ask you about this run file: read it, and add --yes"
+    ):
         joining.agree(RUN, LINK, tmp_path, JoinRequest())
     shown = capsys.readouterr().err
-    assert "signed by nobody: it is the backbone's word" in shown
+    assert "not signed: only the backbone vouches for it" in shown
     assert "stages: 2" in shown
     assert not (tmp_path / "run.yaml").exists()
 
@@ -152,7 +154,7 @@ def test_a_token_is_given_as_text_or_as_a_file_and_kept_for_this_user_alone(tmp_
 
 def test_with_a_token_the_run_file_is_its_organizers_or_refused(tmp_path: Path) -> None:
     wish, stranger = JoinRequest(yes=True, token=token_of(ORGANIZER)), Keypair.from_seed(b"s" * 32)
-    with pytest.raises(ConfigError, match=r"access\.organizer is missing, and nobody signed"):
+    with pytest.raises(ConfigError, match=r"access\.organizer is missing, and the run file is not signed"):
         joining.agree(RUN, LINK, tmp_path, wish)
     with pytest.raises(ConfigError, match="allowed with your token: the organizer who issued it"):
         joining.agree(organized(stranger), LINK, tmp_path, wish)
@@ -170,13 +172,13 @@ def test_with_a_token_the_run_file_is_its_organizers_or_refused(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "say what to join: a line such as peerd://HOST:PORT/PEER/RUN, or --role ROLE --model FILE"),
-        (["peerd://x"], "'peerd://x' is no line to join by; it has the form peerd://HOST:PORT/PEER/RUN"),
+        ([], "nothing to join; pass a line like peerd://HOST:PORT/PEER/RUN, or --role ROLE --model FILE"),
+        (["peerd://x"], "'peerd://x' is not a join link; it has the form peerd://HOST:PORT/PEER/RUN"),
         (
             ["--role", "stage", "--yes"],
-            "--yes, --data, --token, --allow-code and --tokenizer go with a line peerd://...",
+            "--yes, --data, --token, --allow-code and --tokenizer need a join line peerd://...",
         ),
-        ([LINK.text, "--model", "x.yaml"], "give a line peerd://... or --model FILE, not both"),
+        ([LINK.text, "--model", "x.yaml"], "pass either a join line peerd://... or --model FILE, not both"),
     ],
 )
 def test_a_line_that_cannot_be_meant_is_one_message_and_exit_code_2(

@@ -58,7 +58,7 @@ def backward(model: nn.Module) -> None:
         ({"samples_per_step": 4.0}, "samples_per_step is 4.0; it must be a whole number"),
         ({"run": ""}, "run has 0 characters; allowed: 1 to 64"),
         ({"min_peers": 0}, "min_peers is 0"),
-        ({"scheduler": lambda o: None}, "scheduler must give a torch scheduler of the optimizer"),
+        ({"scheduler": lambda o: None}, "scheduler must return a torch scheduler of the optimizer"),
         ({"lr": float, "scheduler": lambda o: None}, "scheduler and lr are both given"),
         ({"model": nn.BatchNorm1d(2), "buffers": "mean"}, "buffers is 'mean'; allowed: average, first, local"),
         ({"wait_s": 0}, "wait_s is 0; it must be above 0"),
@@ -235,7 +235,7 @@ def test_the_optimizers_state_is_told_and_taken_before_the_start() -> None:
     plain.step()
     opt = made(model, make=lambda p: torch.optim.Adam(p, lr=0.1))
     before = opt._run.loop
-    with pytest.raises(ConfigError, match=r"this state has no global_step.*the schedule begins anew"):
+    with pytest.raises(ConfigError, match=r"this state has no global_step.*0 restarts the schedule"):
         opt.load_state_dict(plain.state_dict())
     with pytest.raises(ConfigError, match="global_step is -1"):
         opt.load_state_dict(plain.state_dict(), global_step=-1)
@@ -323,7 +323,7 @@ def test_nobody_trains_alone_unawares(capfd: pytest.CaptureFixture[str]) -> None
     with pytest.raises(Unreachable) as caught, made(bootstrap=[addr], wait_s=2):
         raise AssertionError("it must not begin")
     assert str(caught.value) == f"{tried}; waited for 2 s"
-    assert capfd.readouterr().err == f"peerd test: {tried}; trying again; alone=True begins without\n"
+    assert capfd.readouterr().err == f"peerd test: {tried}; retrying; alone=True begins without\n"
     with made(bootstrap=[addr], alone=True) as opt:
         assert opt.status()["peers"] == 1
     assert capfd.readouterr().err == ""

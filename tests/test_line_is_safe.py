@@ -337,5 +337,5 @@ def test_a_stripped_signature_is_refused_by_whoever_has_a_token(
     token = Token(bytes(8), LINK.peer.public_key, "r", "Ann", ["trainer"], 1_700_000_000, 9_900_000_000)
     assert volunteer.join({"run": "r"}, "--token", to_text(Token, seal(token, organizer))) is None
     assert (
-        "access.organizer is missing, and nobody signed the run file; allowed with a token" in capsys.readouterr().err
+        "access.organizer is missing, and the run file is not signed; allowed with a token" in capsys.readouterr().err
     )

@@ -39,10 +39,10 @@ def issue(place: Path, capsys: pytest.CaptureFixture[str], *more: str, peer: Key
 @pytest.mark.parametrize(
     ("roles", "says"),
     [
-        ("stage,trainr", "--roles: 'trainr' is no role here; did you mean trainer?"),
+        ("stage,trainr", "--roles: 'trainr' is not an installed role; did you mean trainer?"),
         (
             "walrus",
-            "--roles: 'walrus' is no role here; allowed: aux, backbone, expert, stage, trainer; a role of your own is",
+            "--roles: 'walrus' is not an installed role; allowed: aux, backbone, expert, stage, trainer; a role of",
         ),
         ("no_such_file:Role", "there is no module no_such_file"),
     ],
@@ -230,5 +230,5 @@ def test_a_list_given_by_file_is_read_and_its_absence_named(
     with pytest.raises(ConfigError, match=r"the list of revoked tokens .*list\.txt can't be read"):
         membership.own_papers(RunFile(run="tiny", access=access), ["stage"], place, ANN.peer_id, time.time())
     (tmp_path / "list.txt").write_text(text)
-    with pytest.raises(ConfigError, match=r"list\.txt holds no list of revoked tokens"):
+    with pytest.raises(ConfigError, match=r"list\.txt has no valid list of revoked tokens"):
         membership.own_papers(RunFile(run="tiny", access=access), ["stage"], place, ANN.peer_id, time.time())

@@ -143,7 +143,7 @@ def test_a_state_that_is_given_up_ends_its_reader_and_leaves_no_file(tmp_path: P
     pieces = frozen.pieces()
     next(pieces)
     frozen.give_up()
-    with pytest.raises(GivenUp, match="nobody waits"):
+    with pytest.raises(GivenUp, match="no longer needed"):
         next(pieces)
     with changes.one():  # has nothing to copy
         pass

@@ -102,5 +102,5 @@ def test_a_stripped_signature_is_refused_with_a_token(tmp_path: Path) -> None:
         guest = started.start("guest", "join", line, "--yes", "--token", shown, "--listen", LISTEN)
         guest.wait_until(lambda: guest.popen.poll() is not None, "it joined", 60)
         assert guest.popen.poll() == 2
-    assert "access.organizer is missing, and nobody signed the run file; allowed with a token" in guest.said
+    assert "access.organizer is missing, and the run file is not signed; allowed with a token" in guest.said
     assert not list(tmp_path.rglob("run.yaml"))

@@ -107,7 +107,7 @@ def test_a_helper_sums_for_own_loops_and_the_result_is_that_of_one_process(
         link = first.opt.join_line.split()[-1]
         helper = started.start("helper", "join", link, "--yes", "--listen", LISTEN, "--upload-mbit", "100")
         helper.wait_until(lambda: helper.role().get("state") == "running", "it never helped")
-        assert "joins as aux, which this run needs" in helper.said
+        assert "joining as aux, which this run needs" in helper.said
         second = User(2, make, books, bootstrap=first.address(), **slow)
         check(books, [first, second], make)
         rounds = helper.role()["averaging"]["rounds"]

@@ -107,7 +107,10 @@ def test_with_a_trainers_token_experts_are_called(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("roles", "words"),
     [
-        ((), r"run test takes members by token, and there is none in .*access.token; ask .* in the roles trainer, and"),
+        (
+            (),
+            r"run test admits members by token, and there is none in .*access.token; ask .* in the roles trainer, and",
+        ),
         (("stage",), r"the token in .*access.token is not for the role trainer; ask the organizer .* for a token"),
     ],
 )

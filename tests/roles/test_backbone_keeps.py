@@ -150,7 +150,7 @@ async def test_a_backbone_with_other_settings_keeps_the_curve_and_says_why_no_ch
         backbone = s.peers["backbone"]
         told = backbone.role.status
         await until(s, backbone, "a reason", lambda: told()["not_kept"] and told()["curve_step"] > 0)
-        assert "is on its way with other settings:" in told()["not_kept"]
+        assert "is running with other settings:" in told()["not_kept"]
         assert kept(backbone) == []
 
 

@@ -67,7 +67,8 @@ async def test_where_two_keepers_contradict_each_other_the_older_position_is_tak
     mine.swarm_is_lost(True)
     assert not await mine._recall(NEW, 0)
     assert mine.problem is not None
-    for part in ("the checkpoint of step 7 cannot be had: no 2 donors agree", "aaaaaa at step 7", "bbbbbb at step 7"):
+    reason = "the checkpoint of step 7 could not be fetched: no 2 donors agree"
+    for part in (reason, "aaaaaa at step 7", "bbbbbb at step 7"):
         assert part in mine.problem
     async with trio.open_nursery() as nursery:
         nursery.start_soon(mine.run, 0)

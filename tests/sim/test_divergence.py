@@ -160,7 +160,7 @@ async def test_a_peer_that_lies_is_named_and_the_run_goes_on_exactly_without_it(
         warned = notes(peers)
     assert counts["not_finite"] == 0
     assert not any("goes back" in note for note in warned)
-    named = [r.getMessage() for r in caplog.records if "called a microbatch not finite" in r.getMessage()]
+    named = [r.getMessage() for r in caplog.records if "reported a microbatch as not finite" in r.getMessage()]
     assert named
     assert all(liar.host.id.text[-8:] in text for text in named)
     assert batches.faults(per_step=8) == []

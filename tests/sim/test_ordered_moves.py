@@ -241,7 +241,7 @@ async def test_a_peer_takes_one_order_at_a_time_and_only_from_the_conductor_that
         target = weak(roles)
         mover = await begun(world, roles)
         role = roles.live[mover]
-        with pytest.raises(Refused, match="on its way"):
+        with pytest.raises(Refused, match="is moving to another stage"):
             role.post.moves_to(target, "another conductor says so, too")
         (node,) = [node for node in world.living() if node.name == mover]
         known = {mover, *roles.conductors()}
@@ -249,7 +249,7 @@ async def test_a_peer_takes_one_order_at_a_time_and_only_from_the_conductor_that
         order = Relocate(role._services.fingerprint, 99, 1 - target, target, "I conduct")
         with pytest.raises(RemoteError, match="does not follow you"):
             await stranger.rpc.call(node.id, "stage/6/relocate", order, Empty, timeout_s=5.0)
-        assert role.status()["moves"] == f"goes from stage {1 - target} to stage {target}"
+        assert role.status()["moves"] == f"moves from stage {1 - target} to stage {target}"
         assert await world.until(lambda: "moves" not in role.status(), within_s=60)
         with pytest.raises(Refused, match="has moved in the last 300 s"):
             role.post.moves_to(1 - target, "back again")

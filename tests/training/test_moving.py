@@ -41,8 +41,8 @@ def mover(post: Any) -> Any:
     ("pieces", "takes_s", "told"),
     [
         (15, 7500.0, None),
-        (3, 2100.0, "nothing of its state came for 600 s"),
-        (1000, 8600.0, "its state did not come within 8600 s"),
+        (3, 2100.0, "nothing of its state arrived for 600 s"),
+        (1000, 8600.0, "its state did not arrive within 8600 s"),
     ],
 )
 async def test_a_state_that_keeps_coming_is_waited_for(

@@ -196,8 +196,8 @@ def test_packing_makes_smooth_values_small_and_noise_hardly_larger() -> None:
 
 def test_plans_that_no_frame_has_are_our_own_error() -> None:
     for tensor, plan, words in [
-        (torch.zeros(1, dtype=torch.complex64), CodingPlan(), "no frame for x of complex64"),
-        (torch.zeros(1), CodingPlan("zip"), "no frame for x of float32 in coding 'zip'"),
+        (torch.zeros(1, dtype=torch.complex64), CodingPlan(), "x has dtype complex64"),
+        (torch.zeros(1), CodingPlan("zip"), "x has dtype float32 and coding 'zip'"),
         (torch.zeros(1, dtype=torch.float64), CodingPlan("int8"), "x is of float64; int8 is for float32"),
         (torch.zeros(1), CodingPlan("int8", 100), "x in blocks of 100 values; allowed: 64, 128"),
     ]:

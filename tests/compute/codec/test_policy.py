@@ -154,14 +154,14 @@ def test_who_wants_packing_always_or_never_gets_it() -> None:
 def test_the_reason_is_a_sentence() -> None:
     assert choose(BoundarySection(code="auto"), 12.5e6, NORMAL, "float32", 1 << 20) == (
         CodingPlan("int8", 64, True),
-        "a line of 12.5 MB/s takes 8 bits; int8 would be wrong by 0.58 %, dynamic8 by 0.94 %; "
+        "a link of 12.5 MB/s takes 8 bits; int8 would have an error of 0.58 %, dynamic8 of 0.94 %; "
         "packed, which pays below 25.6 MB/s",
     )
     assert choose(BoundarySection(code="bf16"), None, None, "float32")[1] == (
-        "the run file says so; not packed, for the line's speed is unknown"
+        "set by the run file; not packed because the link's speed is unknown"
     )
     assert choose(BoundarySection(code="auto", lossless="always"), 1e9, None, "int64")[1] == (
-        "int64 travels as it is; always packed, says the run file"
+        "int64 is sent uncoded; always packed, set by the run file"
     )
 
 

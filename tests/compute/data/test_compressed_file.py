@@ -93,7 +93,7 @@ def test_each_byte_of_a_compressed_text_is_either_held_out_or_not(
 @pytest.mark.parametrize("cut", [1, 1000])
 def test_a_file_that_breaks_off_is_named(tmp_path: Path, name: str, cut: int) -> None:
     (tmp_path / "a").write_bytes(FORMATS[name](TEXT)[:-cut])
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}/a: its {name} data break off; the file is not whole"):
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/a: its {name} data ends early; the file is truncated"):
         pieces_of(tmp_path / "a")
 
 
@@ -137,5 +137,5 @@ def test_a_file_that_is_no_text_is_named_before_anything_is_joined(tmp_path: Pat
         (tmp_path / f"{index}.txt").write_bytes(TEXT)
     (tmp_path / "2.txt").write_bytes(begin)
     data = section(tmp_path, holdout=0.02)
-    with pytest.raises(ConfigError, match=rf"/2.txt: is no text \({re.escape(what)}.*; allowed: UTF-8 text, plain or"):
+    with pytest.raises(ConfigError, match=rf"/2.txt: is not text \({re.escape(what)}.*; allowed: UTF-8 text, plain or"):
         check_text(RunFile(run="r", model=ModelSection(context=8), data=data))

@@ -81,7 +81,7 @@ def test_many_readers_share_a_cache_that_holds_one_file(tmp_path: Path, monkeypa
                     if opened.read() != bytes([number + 65]) * 1000:
                         wrong.append(number)
             except ConfigError as error:
-                if "taken away as soon as it is there" not in str(error):  # that would be said rightly
+                if "was deleted by another process each time" not in str(error):  # that would be said rightly
                     wrong.append(error)
 
     with serving(folder) as web:

@@ -96,9 +96,7 @@ def test_a_public_host_is_fetched_from_the_address_that_was_checked(internet: In
 )
 def test_a_name_that_leads_into_a_network_is_never_connected_to(internet: Internet, address: str) -> None:
     internet.names[HOME] = [[address]]
-    with pytest.raises(
-        ConfigError, match="allowed in a run that is joined by a line: addresses of the public internet"
-    ):
+    with pytest.raises(ConfigError, match="allowed in a run joined by a link: addresses on the public internet"):
         internet.fetch(f"https://{HOME}/a.txt")
     assert (internet.dialed, internet.web.asked) == ([], [])
 
@@ -106,7 +104,7 @@ def test_a_name_that_leads_into_a_network_is_never_connected_to(internet: Intern
 @pytest.mark.parametrize("target", [f"https://{HOME}/a.txt", "https://127.0.0.1/a.txt", "https://[::1]/a.txt"])
 def test_a_redirect_into_a_network_is_not_followed(internet: Internet, target: str) -> None:
     internet.web.faults["a.txt"].append(f"to {target}")
-    with pytest.raises(ConfigError, match="addresses of the public internet"):
+    with pytest.raises(ConfigError, match="addresses on the public internet"):
         internet.fetch(f"https://{NAME}/a.txt")
     assert internet.dialed == [PUBLIC]
 

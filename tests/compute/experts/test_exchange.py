@@ -101,7 +101,7 @@ def test_too_few_answers_that_can_be_used_name_the_experts_asked_and_what_was_wr
 def test_a_sample_for_which_no_expert_lives_is_an_error_too() -> None:
     one = Exchange(expert_run(top_k=2), [[A], []])
     one.forward_asks(values(2, WIDTH))
-    with pytest.raises(TooFewExperts, match="none lives"):
+    with pytest.raises(TooFewExperts, match="none is alive"):
         one.outputs([reply(torch.ones(1, WIDTH))])
 
 

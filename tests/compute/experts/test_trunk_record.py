@@ -34,7 +34,7 @@ def test_a_record_of_a_run_without_experts_is_as_it_was(tmp_path: Path) -> None:
 
 def test_a_trunk_alone_is_not_exported(tmp_path: Path) -> None:
     save_all(tmp_path / "home", RUN)
-    with pytest.raises(ConfigError, match="holds no checkpoint of an expert of layer 0 of run 'moe'; give"):
+    with pytest.raises(ConfigError, match="contains no checkpoint of an expert of layer 0 of run 'moe'; use"):
         export(ExportRequest(root=tmp_path / "home", out=tmp_path / "out"))
 
 

@@ -147,7 +147,7 @@ def test_a_folder_without_the_experts_of_a_layer_is_one_sentence(tmp_path: Path)
     swarm = Swarm(run_with(), tmp_path / "peers")
     for uid in swarm.uids[: swarm.grid.places]:
         swarm.keep(uid, 4)
-    with pytest.raises(ConfigError, match=r"holds no checkpoint of an expert of layer 1 of run 'out'; give a folder"):
+    with pytest.raises(ConfigError, match=r"contains no checkpoint of an expert of layer 1 of run 'out'; use a folder"):
         swarm.exported()
     assert not (tmp_path / "out").exists()
 

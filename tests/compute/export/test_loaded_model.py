@@ -81,9 +81,9 @@ def refusal(folder: Path) -> str:
 def test_what_is_no_export_is_told_so(tmp_path: Path) -> None:
     assert "there is no such folder" in refusal(tmp_path / "nowhere")
     (tmp_path / "out").mkdir()
-    assert "is no exported model: it has no config.json" in refusal(tmp_path / "out")
+    assert "is not an exported model: it has no config.json" in refusal(tmp_path / "out")
     (tmp_path / "out" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    assert "is not of an exported model" in refusal(tmp_path / "out")
+    assert "does not describe an exported model" in refusal(tmp_path / "out")
     (tmp_path / "out" / "config.json").write_bytes(b"\xff{")
     assert "config.json is damaged" in refusal(tmp_path / "out")
 
@@ -104,10 +104,10 @@ def test_what_is_no_export_is_told_so(tmp_path: Path) -> None:
         ("repeats", [1] * 5, "blocks.4.attn.out.weight is missing"),
         ("d_feed", 32, "mlp.down.weight has shape [16, 48]; the model has shape [16, 32]"),
         ("dtype", "float64", "is float32, but config.json says float64"),
-        ("dtype", "float16", "is not of an exported model"),
-        ("tokenizer", "../../etc/passwd", "is not of an exported model"),
+        ("dtype", "float16", "does not describe an exported model"),
+        ("tokenizer", "../../etc/passwd", "does not describe an exported model"),
         ("tokenizer", "tokenizer.json", "cannot read"),
-        ("kind", "os:system", "is a model of the run's own (os:system); add --model FILE"),
+        ("kind", "os:system", "is a user's own model (os:system); add --model FILE"),
     ],
 )
 def test_a_changed_config_is_one_message_and_loads_nothing(key: str, value: object, told: str, folder: Path) -> None:

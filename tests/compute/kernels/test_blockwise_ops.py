@@ -243,9 +243,9 @@ def test_a_wrong_argument_is_refused_in_words(wrong: str) -> None:
 
 
 SINGLES = {
-    "half precision": ("needed is contiguous float32 of shape .* not .* of torch.float16", X.half()),
+    "half precision": ("expected contiguous float32 of shape .* not .* of torch.float16", X.half()),
     "two dimensions": (r"of shape \[100\] on the CPU, not \[10, 10\]", X.view(10, 10)),
-    "gaps": ("needed is contiguous", torch.zeros(200)[::2]),
+    "gaps": ("expected contiguous", torch.zeros(200)[::2]),
     "another length": (r"of shape \[\d+\] on the CPU, not \[\d+\]", torch.zeros(99)),
     "another device": ("on the CPU, not .* on meta", X.to("meta")),
 }
@@ -271,9 +271,9 @@ def test_what_is_summed_in_one_pass_must_be_plain(wrong: str, place: str) -> Non
 @pytest.mark.parametrize("wrong", ["half precision", "two dimensions"])
 def test_only_plain_values_are_summed_in_one_pass(wrong: str) -> None:
     tensor = SINGLES[wrong][1]
-    with pytest.raises(ValueError, match="needed is contiguous float32"):
+    with pytest.raises(ValueError, match="expected contiguous float32"):
         ops.quantize_missing(tensor, "int8", 64, codes=CODES_100, scales=SCALES_2, beside=CodingOutputs())
-    with pytest.raises(ValueError, match="needed is contiguous float32"):
+    with pytest.raises(ValueError, match="expected contiguous float32"):
         ops.dequantize_onto(CODES_100, SCALES_2, "int8", 64, base=X, out=tensor)
 
 

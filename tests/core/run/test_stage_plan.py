@@ -137,5 +137,7 @@ def test_a_command_with_a_plan_of_unknown_names_ends_with_one_sentence(
 def test_a_plan_comes_from_a_file_or_from_the_run_file(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN)
     both = RUN + f"plan: {{{{stages: [[{A}], [{B}]]}}}}\n"
-    with pytest.raises(ConfigError, match=r"pipeline.plan is given beside the section plan; allowed: one or the other"):
+    with pytest.raises(
+        ConfigError, match=r"pipeline.plan is given together with the section plan; allowed: only one of them"
+    ):
         loaded(tmp_path, PLAN, both)

@@ -76,7 +76,7 @@ async def test_natpmp_maps_and_takes_back_though_packets_are_lost() -> None:
 async def test_a_natpmp_router_that_promises_nothing_is_not_believed(port: int, lease_s: int) -> None:
     async with natpmp_router() as router:
         router.promise = port, lease_s
-        with trio.fail_after(30), pytest.raises(NoMapping, match="no port, or no time"):
+        with trio.fail_after(30), pytest.raises(NoMapping, match="no port, or no lease"):
             await NatPmp(lambda: "127.0.0.1", router.port).map(4001, 3600)
 
 

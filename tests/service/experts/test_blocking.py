@@ -120,7 +120,7 @@ def test_a_call_after_the_trio_run_has_ended_is_told_so_and_one_under_way_ends_w
 
 
 async def test_a_call_in_the_thread_of_the_trio_run_itself_is_refused_rather_than_waited_for() -> None:
-    with pytest.raises(LocalError, match="in the very thread"):
+    with pytest.raises(LocalError, match="in the trio thread"):
         BlockingExperts(Network()).choose(0, SCORES, 1)
     token = trio.lowlevel.current_trio_token()
     given = BlockingExperts(Network(), token)

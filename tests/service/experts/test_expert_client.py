@@ -356,7 +356,7 @@ def test_calls_that_cannot_be_made_are_our_own_fault() -> None:
             await client.forward([ExpertAsk(A, (0, 1, 2), (frame(2),))], 3)
         with pytest.raises(LocalError, match="sample 7 of 2"):
             await client.forward([ExpertAsk(A, (7, 0), (frame(2),))], 2)
-        with pytest.raises(LocalError, match="without what answered"):
+        with pytest.raises(LocalError, match="without the host that answered"):
             await client.backward([ExpertAsk(A, (0, 1), (frame(2), frame(2)))])
         assert host.seen == []
 

@@ -64,7 +64,7 @@ def with_frames(*frames: TensorFrame, **numbers: Any) -> Callable[[Incoming[Any]
 GOOD = frame(2)
 ANSWERS: dict[str, tuple[tuple[TensorFrame, ...], str]] = {
     "other rows": ((frame(3),), "frames of 36 bytes; allowed: 32"),
-    "fewer rows": ((frame(1),), "an answer of float32 [1, 3]; asked was float32 [2, 3]"),
+    "fewer rows": ((frame(1),), "an answer of float32 [1, 3]; expected float32 [2, 3]"),
     "another width": ((frame(2, width=2),), "an answer of float32 [2, 2]"),
     "a flat shape": ((TensorFrame("float32", (6,), bytes(24)),), "an answer of float32 [6]"),
     "another dtype": ((TensorFrame("int32", (2, 3), bytes(24)),), "an answer of int32 [2, 3]"),
@@ -178,7 +178,7 @@ def test_a_host_that_the_grace_cuts_off_again_and_again_is_chosen_no_more(caplog
             assert [reply is None for reply in replies] == [False, True]
             assert trio.current_time() - began < 1.0
         (line,) = named(caplog, silent)
-        assert "4 answers in a row came late, or never" in line
+        assert "4 answers in a row came late or never" in line
         assert await scored(caller) == [B]
 
     in_expert_world(main, experts_run())

@@ -147,7 +147,7 @@ async def test_a_way_that_broke_is_tried_with_another_peer_there(
     for seq in range(20):
         assert await one.train(seq) == ["a0", "a1", "b2"]
     assert sum(over(shown, 2) == "a2" for shown in one.tickets) == 1
-    assert f"…{peer('a1')[-8:]} and …{peer('a2')[-8:]}: it is gone" in caplog.text
+    assert f"from …{peer('a1')[-8:]} to …{peer('a2')[-8:]} failed: it is gone" in caplog.text
     await trio.sleep(31)
     for seq in range(20):
         await one.train(seq)

@@ -350,7 +350,7 @@ async def test_who_gave_a_gradient_of_no_use_is_named(
     onward = await one.hand_on()
     passed = one.next.spoilt(onward, ProtocolViolation("it has values that are not finite"))
     assert passed.broken == Broken(1, peer("a1"), "it has values that are not finite")
-    assert f"…{peer('a1')[-8:]} of stage 1 is of no use" in caplog.messages[-1]
+    assert f"…{peer('a1')[-8:]} of stage 1 is unusable" in caplog.messages[-1]
 
 
 async def test_lines_are_known_of_those_that_serve(autojump_clock: MockClock) -> None:

@@ -269,6 +269,6 @@ async def test_any_schedule_of_makers_and_readers_delivers_the_same_bytes(seed: 
 
 
 async def test_a_part_for_many_calls_is_whole() -> None:
-    with pytest.raises(LocalError, match="not whole"):
+    with pytest.raises(LocalError, match="not complete"):
         Encoded(Text("x"), (Making(ready=1000).frame,))
     assert Encoded(Text("x"), (Making(ready=3 << 20).frame,)).count == 1
