@@ -23,7 +23,7 @@ import trio
 
 from peerd.commands.status.progress_line import tell_progress
 from peerd.commands.status.status_board import RoleState, StatusBoard
-from peerd.commands.status.waits import WaitTeller
+from peerd.commands.status.waits import WaitLogger
 from peerd.contents import digest_at, named_files
 from peerd.control import memory_limit, socket
 from peerd.control.company import Company, CompanyConfig
@@ -90,7 +90,7 @@ class DaemonPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
+class LocalResources:
     """Local resources of a peer, which need no network: directory, identity, clock, log, credentials and limits."""
 
     home: Path
@@ -124,7 +124,7 @@ def _relays(plan: DaemonPlan) -> bool:
 class Daemon:
     """One peer with its roles. Call `run` once; `stop`, from any task, starts an orderly stop."""
 
-    def __init__(self, plan: DaemonPlan, ground: Ground, stack: PeerStack) -> None:
+    def __init__(self, plan: DaemonPlan, ground: LocalResources, stack: PeerStack) -> None:
         self._plan = plan
         self._home = ground.home
         self._log = ground.log
@@ -372,7 +372,7 @@ class Daemon:
 
     async def _tell_waits(self) -> None:
         """Log what the network and each role wait for, once a wait lasts from one check to the next."""
-        teller = WaitTeller(self._log)
+        teller = WaitLogger(self._log)
         while not self._stopping.is_set():
             teller.look(await self._reasons())
             await trio.sleep(WAITS_PERIOD_S)

@@ -24,7 +24,7 @@ from peerd.control.open_hours import OpenHours
 from peerd.control.resting import Rester
 from peerd.control.token_files import CredentialFiles, own_papers
 from peerd.core.keys import Keypair
-from peerd.daemon import Daemon, DaemonPlan, Ground, say
+from peerd.daemon import Daemon, DaemonPlan, LocalResources, say
 from peerd.home import RunningDaemon, load_identity, locked, make_private_dir, noted, socket_path
 from peerd.log import EventLog
 from peerd.net.clock import RealClock
@@ -44,7 +44,7 @@ async def main(plan: DaemonPlan) -> None:
         await in_its_hours(plan, ground, signals)
 
 
-async def in_its_hours(plan: DaemonPlan, ground: Ground, signals: AsyncIterable[int]) -> None:
+async def in_its_hours(plan: DaemonPlan, ground: LocalResources, signals: AsyncIterable[int]) -> None:
     """Run the peer. Outside its hours it rests, and a new daemon is built when they begin."""
     hours = ground.hours or OpenHours("", ground.clock)
     rester = Rester(
@@ -75,7 +75,7 @@ def assembled(plan: DaemonPlan, stream: TextIO | None) -> Iterator[Daemon]:
 
 
 @contextlib.contextmanager
-def grounded(plan: DaemonPlan, stream: TextIO | None) -> Iterator[Ground]:
+def grounded(plan: DaemonPlan, stream: TextIO | None) -> Iterator[LocalResources]:
     """The local resources of `plan`'s peer, whose directory is locked until the block ends."""
     home = make_private_dir(plan.data_dir)
     run = plan.run.run if plan.run is not None else ""
@@ -89,7 +89,9 @@ def grounded(plan: DaemonPlan, stream: TextIO | None) -> Iterator[Ground]:
         stack.enter_context(noted(RunningDaemon(os.getpid(), str(home), str(socket_path(home)), run, names)))
         ways, line = own_surroundings(clock), LimitedLine(plan.own_limits)
         hours = OpenHours(plan.own_limits.hours, clock) if plan.own_limits.hours else None
-        yield Ground(home=home, keypair=keypair, clock=clock, log=log, papers=papers, ways=ways, line=line, hours=hours)
+        yield LocalResources(
+            home=home, keypair=keypair, clock=clock, log=log, papers=papers, ways=ways, line=line, hours=hours
+        )
 
 
 def _papers(plan: DaemonPlan, home: Path, keypair: Keypair) -> CredentialFiles | None:

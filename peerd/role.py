@@ -16,7 +16,7 @@ import trio
 
 from peerd.core.clock import Clock
 from peerd.core.run.runfile import RunFile
-from peerd.core.work import ReadInTurn, Worker, read_at_once
+from peerd.core.work import RateLimitedRead, Worker, read_at_once
 from peerd.log import EventLog
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
@@ -40,7 +40,9 @@ class RoleContext:
     seed: int
     log: EventLog  # events carry the role's name
     worker: Callable[[str], Worker]  # one worker per device, shared by all roles; its thread starts with the first job
-    read_in_turn: ReadInTurn = read_at_once  # for jobs that read from the network themselves, within the rate limit
+    read_in_turn: RateLimitedRead = (
+        read_at_once  # for jobs that read from the network themselves, within the rate limit
+    )
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ import trio
 
 from peerd.core.errors import ConfigError, RemoteError, missing_package
 from peerd.core.messages.progress import pause_s
-from peerd.core.messages.run_link import RunFileTold, best_link, shared_file
+from peerd.core.messages.run_link import RunFileAnswer, best_link, shared_file
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import RunFile
 from peerd.core.work import Worker
@@ -29,7 +29,7 @@ from peerd.service.run_offer import SIGNATURE_FILE, RunOffer, own_signature
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal
 from peerd.training.checkpoints.kept_list import KeptList
-from peerd.training.learning_curve import Curves
+from peerd.training.learning_curve import LearningCurves
 from peerd.training.run_monitor import RunMonitor, RunObservation
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class BackboneRole:
 
     def __init__(self, ctx: RoleContext) -> None:
         self._ctx = ctx
-        self._curves: Curves | None = None
+        self._curves: LearningCurves | None = None
         self._keeping: CheckpointKeeper | None = None
         self._vault: Vault | None = None
         self._no_vault: str | None = None  # why it keeps no experts' checkpoints
@@ -77,7 +77,7 @@ class BackboneRole:
         if run is None or services is None:
             task_status.started()
             await trio.sleep_forever()
-        self._curves = curves = Curves(self._ctx.data_dir / "curves", run.run)
+        self._curves = curves = LearningCurves(self._ctx.data_dir / "curves", run.run)
         await trio.to_thread.run_sync(curves.open)  # not on the worker, whose thread would load torch
         offer = RunOffer(self._ctx.rpc, run.run, self._told)
         self._file = shared_file(run)
@@ -128,8 +128,8 @@ class BackboneRole:
             self._line = line
             self._ctx.log.event("run.joinable", run=run.run, line=line)
 
-    def _told(self) -> RunFileTold:
-        return RunFileTold(self._file, self._signature)
+    def _told(self) -> RunFileAnswer:
+        return RunFileAnswer(self._file, self._signature)
 
     def _sign(self, run: RunFile) -> bytes:
         """The organizer's signature of the run file; empty, with a warning in the log, if it cannot be made."""
@@ -139,7 +139,7 @@ class BackboneRole:
             self._ctx.log.event("run.unsigned", level="warning", reason=str(error))
             return b""
 
-    async def _watch(self, watching: RunMonitor, curves: Curves) -> None:
+    async def _watch(self, watching: RunMonitor, curves: LearningCurves) -> None:
         while True:
             sight = self._sight = await watching.look()
             for new in sight.newcomers:

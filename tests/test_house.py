@@ -208,7 +208,9 @@ def the_main_class_shares_a_word_with_its_module(file: Path) -> Iterator[str]:
     sizes = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in classes}
     main = max(sizes, key=sizes.__getitem__)
     lines = len(file.read_text(encoding="utf-8").splitlines())
-    if 4 * sizes[main] >= lines and not any(8 * size >= lines and shares_word(name, file) for name, size in sizes.items()):
+    if 4 * sizes[main] >= lines and not any(
+        8 * size >= lines and shares_word(name, file) for name, size in sizes.items()
+    ):
         yield f"has {main}, which shares no word with the module's name"
 
 

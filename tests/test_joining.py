@@ -15,7 +15,7 @@ from peerd.config import load_run
 from peerd.control.guest import JoinRequest
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.keys import Keypair
-from peerd.core.messages.run_link import JoinLink, RunFileTold, shared_run
+from peerd.core.messages.run_link import JoinLink, RunFileAnswer, shared_run
 from peerd.core.messages.token import Token, seal, to_text
 from peerd.core.run.runfile import (
     AccessSection,
@@ -34,7 +34,7 @@ RUN = RunFile(
 
 def accept(tree: dict[str, Any], roles: list[str], wish: JoinRequest) -> RunFile:
     text = msgspec.json.encode({"run": "r"} | tree)
-    return joining.accept(shared_run(RunFileTold(text, b""), "r"), LINK, roles, wish)
+    return joining.accept(shared_run(RunFileAnswer(text, b""), "r"), LINK, roles, wish)
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,12 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs, at the end.")] = False,
 ) -> None:
     """Continue a text with an exported model."""
-    from peerd.compute.export.loaded_model import Style, write_text
+    from peerd.compute.export.loaded_model import SamplingOptions, write_text
 
     if 0 < temperature < LEAST_TEMPERATURE:
         raise ConfigError(f"--temperature {temperature:g}; allowed: 0, or {LEAST_TEMPERATURE} to 100")
     prompt = os.fsencode(prompt).decode("utf-8", "replace")
-    style = Style(temperature=temperature, top_k=top_k, seed=_seed(seed))
+    style = SamplingOptions(temperature=temperature, top_k=top_k, seed=_seed(seed))
     loaded = load(folder, device, model)
     sees = _what_it_sees(loaded, prompt, tokens)
     if sees:

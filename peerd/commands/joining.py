@@ -24,7 +24,7 @@ from peerd.control.guest import JoinRequest
 from peerd.core.errors import ConfigError, PeerdError, ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
-from peerd.core.messages.run_link import JoinLink, RunFileTold, is_local, plain_tree, shared_run
+from peerd.core.messages.run_link import JoinLink, RunFileAnswer, is_local, plain_tree, shared_run
 from peerd.core.messages.token import Token, from_text, signed_by
 from peerd.core.run.check import check
 from peerd.core.run.check_line import function_file
@@ -49,7 +49,7 @@ def fetch(link: JoinLink) -> RunFile:
     Raises PeerdError if the backbone sends none, and ConfigError if it is invalid or not for the run of the link.
     """
 
-    async def ask() -> RunFileTold:
+    async def ask() -> RunFileAnswer:
         clock = RealClock()
         stack = peer_stack(
             Keypair.generate(clock.secure_bytes), clock, [TcpTransport()]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from peerd.compute.changes import Changes
 from peerd.compute.tensors import dtype_name, raw_bytes
-from peerd.core.errors import GivenUp, NoMemory
+from peerd.core.errors import NoMemory, WorkCancelled
 from peerd.core.frame import DTYPES
 from peerd.core.messages.state import TensorSpec
 
@@ -62,7 +62,7 @@ class FrozenState:
         """
         with self._lock:
             if self._is_given_up:
-                raise GivenUp("the rest of the state is no longer needed")
+                raise WorkCancelled("the rest of the state is no longer needed")
             if self._lacks_memory:
                 raise NoMemory("there was no memory to copy the rest of the state before the next step")
             for done in range(self._at, tensor):

@@ -33,7 +33,7 @@ class LocalError(PeerdError):
     """A bug in this program: an interface was used wrongly. Never caused by a peer."""
 
 
-class GivenUp(PeerdError):
+class WorkCancelled(PeerdError):
     """Work was cancelled because its result is no longer needed."""
 
 

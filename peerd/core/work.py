@@ -1,8 +1,8 @@
 """The Worker interface, which runs every job that takes longer than a millisecond.
 
 Services and roles receive a worker. The real one uses a thread; the simulator's runs the job at once and then advances
-virtual time by its cost. A job that reads from the network itself uses a `ReadInTurn`, which shares the download limit
-with the daemon's other traffic.
+virtual time by its cost. A job that reads from the network itself uses a `RateLimitedRead`, which shares the download
+limit with the daemon's other traffic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 # A rate-limited read in a thread: (read, most) waits for its turn, then returns read(n) for an allowed n <= most.
-ReadInTurn = Callable[[Callable[[int], bytes], int], bytes]
+RateLimitedRead = Callable[[Callable[[int], bytes], int], bytes]
 
 
 def read_at_once(read: Callable[[int], bytes], most: int) -> bytes:

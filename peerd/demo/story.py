@@ -1,7 +1,7 @@
 """Script of the demo: start a backbone, four peers and a trainer; watch; kill a peer after a third; print a report.
 
-`StageStory` is a pipeline of two stages: a new peer joins at half time, and the model generates text at the end.
-`ExpertStory` has hosts of experts: the others adopt the experts of the killed host. In all cases, also if a child
+`PipelineDemo` is a pipeline of two stages: a new peer joins at half time, and the model generates text at the end.
+`ExpertDemo` has hosts of experts: the others adopt the experts of the killed host. In all cases, also if a child
 fails, all processes are stopped and the result is one message.
 """
 
@@ -37,7 +37,7 @@ IDLE_STEPS: Final = 2  # the kill waits up to this many steps for a peer with wo
 __all__ = ["DemoConfig", "run"]
 
 
-class DemoStory(ABC):
+class Demo(ABC):
     """Base class of a demo: runs it from the first process to the last step."""
 
     scene: Scene
@@ -166,7 +166,7 @@ class DemoStory(ABC):
                 everything.cancel()
 
 
-class StageStory(DemoStory):
+class PipelineDemo(Demo):
     """Demo of a pipeline: kills the stage peer with the most work, and starts another one later."""
 
     peers = "stage peers"
@@ -229,7 +229,7 @@ class StageStory(DemoStory):
         return found.as_json() if self._wish.as_json else "\n" + found.text()
 
 
-class ExpertStory(DemoStory):
+class ExpertDemo(Demo):
     """Demo of a mixture of experts: kills the host with the most experts, which the others then adopt."""
 
     peers = "hosts of experts"
@@ -266,7 +266,7 @@ def run(wish: DemoConfig) -> int:
     """Run the whole demo. Returns the exit code."""
     folder, settings = prepare(wish)
     with Children(folder) as children:
-        story = (StageStory if settings.experts is None else ExpertStory)(wish, settings, children)
+        story = (PipelineDemo if settings.experts is None else ExpertDemo)(wish, settings, children)
         screen = open_screen(as_json=wish.as_json)
         with contextlib.closing(screen):
             try:

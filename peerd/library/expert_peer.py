@@ -25,7 +25,7 @@ import trio
 from peerd.compute.experts.dmoe import DMoE
 from peerd.config import load_run
 from peerd.core.errors import ConfigError
-from peerd.core.experts.contract import ExpertAsk, ExpertCaller, ExpertReply
+from peerd.core.experts.contract import ExpertCall, ExpertCaller, ExpertReply
 from peerd.core.experts.grid import Uid
 from peerd.core.run.runfile import RunFile
 from peerd.daemon import Daemon
@@ -128,11 +128,11 @@ class ExpertPeer:
         """The best `k` live experts of each sample, best first; fewer if fewer are alive."""
         return self._caller().choose(layer, scores, k)
 
-    def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
+    def forward(self, asks: Sequence[ExpertCall], samples: int) -> list[ExpertReply | None]:
         """The experts' outputs; None for those that failed or were late. Raises TooFewExperts."""
         return self._caller().forward(asks, samples)
 
-    def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
+    def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]:
         """Gradients of the inputs; the expert counts as a constant where it is None."""
         return self._caller().backward(asks)
 

@@ -15,7 +15,7 @@ from typing import Final
 import trio
 
 from peerd.core.errors import ConfigError, Refused, RemoteError
-from peerd.core.messages.run_link import DOMAIN, METHOD, SERVICE, JoinLink, RunFileAsked, RunFileTold, shared_run
+from peerd.core.messages.run_link import DOMAIN, METHOD, SERVICE, JoinLink, RunFileAnswer, RunFileRequest, shared_run
 from peerd.core.run.runfile import RunFile
 from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.net.host.host import Host
@@ -42,16 +42,16 @@ DECLARED: Final = {
 class RunOffer:
     """Answers requests for the run file with the current result of `told`, between `open` and `close`."""
 
-    def __init__(self, rpc: Rpc, run: str, told: Callable[[], RunFileTold]) -> None:
+    def __init__(self, rpc: Rpc, run: str, told: Callable[[], RunFileAnswer]) -> None:
         self._rpc, self._run, self._told = rpc, run, told
 
     def open(self) -> None:
-        self._rpc.serve(METHOD, RunFileAsked, self._answer, declared=DECLARED[METHOD])
+        self._rpc.serve(METHOD, RunFileRequest, self._answer, declared=DECLARED[METHOD])
 
     def close(self) -> None:
         self._rpc.unserve(SERVICE)
 
-    async def _answer(self, incoming: Incoming[RunFileAsked]) -> Answer[RunFileTold]:
+    async def _answer(self, incoming: Incoming[RunFileRequest]) -> Answer[RunFileAnswer]:
         if incoming.body.run != self._run:
             raise Refused("this backbone is of another run")
         return Answer(self._told())
@@ -70,20 +70,20 @@ def own_signature(run: RunFile, file: bytes, host: Host, path: Path) -> bytes:
         return host.sign(DOMAIN + file)
     try:
         signature = bytes.fromhex(path.read_text("ascii").strip())
-        shared_run(RunFileTold(file, signature), run.run)
+        shared_run(RunFileAnswer(file, signature), run.run)
     except (OSError, ValueError, RemoteError) as error:
         advice = f"`peerd token sign RUN_FILE` on its machine makes one: save it as {path}"
         raise ConfigError(f"no signature of the organizer for this run file ({error}); {advice}") from None
     return signature
 
 
-async def fetch_file(stack: PeerStack, link: JoinLink, timeout_s: float) -> RunFileTold:
+async def fetch_file(stack: PeerStack, link: JoinLink, timeout_s: float) -> RunFileAnswer:
     """Fetch the run file from the backbone of `link`. Raises RemoteError if that fails."""
     async with trio.open_nursery() as nursery:
         await nursery.start(functools.partial(stack.host.run, []))
         await nursery.start(stack.rpc.run)
         with trio.fail_after(timeout_s):
             peer = await stack.host.connect_addr(link.addr)
-        answer = await stack.rpc.call(peer, METHOD, RunFileAsked(link.run), RunFileTold, timeout_s=timeout_s)
+        answer = await stack.rpc.call(peer, METHOD, RunFileRequest(link.run), RunFileAnswer, timeout_s=timeout_s)
         nursery.cancel_scope.cancel()
     return answer.body

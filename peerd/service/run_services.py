@@ -62,7 +62,7 @@ _PROBE_S: Final = 8.0  # for a dial, maybe over a relay, and a ping that queues 
 
 
 @dataclass(frozen=True, slots=True)
-class Carries:
+class LineSpeeds:
     """Rates of this peer's line in bytes/s: its limits in the run file, else measured rates; 0 if unknown.
 
     `takes_inbound`: other peers can connect to this one.
@@ -230,11 +230,11 @@ class RunServices:
         token = self._rpc.gate.token if self._rpc.gate is not None else b""
         await self.directory.publish_settings(PublishedSettings(shared_text(self.run), self._corpus, token))
 
-    def carries(self) -> Carries:
+    def carries(self) -> LineSpeeds:
         """Rates of this peer's line: limits of the run file, else measured rates."""
         limits, line = self.run.limits, self._host.line
         up, down = limits.upload_mbit * BYTES_PER_MBIT, limits.download_mbit * BYTES_PER_MBIT
-        return Carries(
+        return LineSpeeds(
             up or line.up.told_bytes_per_s(),
             down or line.down.told_bytes_per_s(),
             up_measured=not up,

@@ -21,7 +21,7 @@ from peerd.core.errors import ConfigError
 NO_PYARROW = "no Parquet table without the pyarrow package: pip install 'peerd[data]'; the JSON lines are complete"
 
 
-class Point(msgspec.Struct, frozen=True):
+class CurvePoint(msgspec.Struct, frozen=True):
     """The swarm at one global step. Losses are in nats per token; rates cover the whole swarm."""
 
     step: int
@@ -35,7 +35,7 @@ class Point(msgspec.Struct, frozen=True):
     tokens_per_s: float
 
 
-class Curves:
+class LearningCurves:
     """The learning-curve files of one run. Only one process writes them. Call `open` first."""
 
     def __init__(self, folder: Path, run: str) -> None:
@@ -65,7 +65,7 @@ class Curves:
         except OSError as error:
             raise ConfigError(f"{error.filename or self.lines}: {error.strerror or error}") from error
 
-    def read(self) -> list[Point]:
+    def read(self) -> list[CurvePoint]:
         """All written points, oldest first."""
         points = []
         with self.lines.open("rb") as file:
@@ -73,12 +73,12 @@ class Curves:
                 if not line.endswith(b"\n"):
                     break  # still being written
                 try:
-                    points.append(from_json(line, Point))
+                    points.append(from_json(line, CurvePoint))
                 except msgspec.DecodeError as error:
                     raise ConfigError(f"{self.lines}, line {number} is damaged: {error}; delete that line") from error
         return points
 
-    def append(self, point: Point) -> bool:
+    def append(self, point: CurvePoint) -> bool:
         """Write a line if the step is new. Returns True if a line was written. Raises OSError."""
         if point.step <= self.step:
             return False
@@ -107,7 +107,7 @@ class Curves:
         rows = [msgspec.to_builtins(point) for point in self.read()]
         whole, number = pyarrow.int64(), pyarrow.float64()
         kinds = {"step": whole, "valid_step": whole, "trainers": whole, "peers": pyarrow.list_(whole)}
-        schema = pyarrow.schema([(name, kinds.get(name, number)) for name in Point.__struct_fields__])
+        schema = pyarrow.schema([(name, kinds.get(name, number)) for name in CurvePoint.__struct_fields__])
         aside = self.table.with_name(self.table.name + ".new")
         parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), aside)
         os.replace(aside, self.table)

@@ -19,7 +19,7 @@ from peerd.core.limits import DIRECTORY_READ_BYTES
 from peerd.core.messages.progress import TrainerProgress, decode_trainer, foretold_in_s, progress_key, sum_told
 from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
-from peerd.training.learning_curve import Point
+from peerd.training.learning_curve import CurvePoint
 
 MOST_STEPS: Final = 1 << 53  # as in `core.messages.swarm.StepNumber`
 NEAR_STEPS: Final = 100  # largest distance to the swarm's step; records are a few seconds old
@@ -38,7 +38,7 @@ class Newcomer:
 class RunObservation:
     """The result of one read of a run's records."""
 
-    point: Point | None  # None if no peer is present
+    point: CurvePoint | None  # None if no peer is present
     stages: list[list[PeerId]]  # the peers that announce each stage
     newcomers: list[Newcomer]
     due_in_s: float | None = None  # predicted time until the current step ends, if known
@@ -89,7 +89,7 @@ class RunMonitor:
 
 def summary(
     peers: list[int], stage_steps: Sequence[int], trainers: Sequence[TrainerProgress], wall: float
-) -> Point | None:
+) -> CurvePoint | None:
     """Summarize the swarm as one point of the learning curve. `peers` is the number of peers in each stage.
 
     Returns None if there are no records.
@@ -103,7 +103,7 @@ def summary(
     losses = [told.loss for told in near if math.isfinite(told.loss)]
     judged = [t for t in near if math.isfinite(t.valid_loss) and 0 <= t.valid_step <= about + NEAR_STEPS]
     valid = max(judged, key=lambda told: told.valid_step, default=None)
-    return Point(
+    return CurvePoint(
         step=about if step is None else step,
         time=wall,
         loss=sum_told(loss / len(losses) for loss in losses) if losses else None,

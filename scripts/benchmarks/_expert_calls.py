@@ -23,7 +23,7 @@ from waiting import eventually
 from peerd.compute.codec.frames import to_frame
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.worker import DeviceWorker, use_threads
-from peerd.core.experts.contract import ExpertAsk
+from peerd.core.experts.contract import ExpertCall
 from peerd.core.experts.grid import Uid
 from peerd.core.keys import Keypair
 from peerd.core.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile
@@ -122,9 +122,9 @@ async def _call(stack: PeerStack, worker: DeviceWorker, callers: int, seconds: f
         uid = Uid(0, (number % EXPERTS,))
         while True:
             await directory.below([uid.prefix])
-            (answer,) = await client.forward([ExpertAsk(uid, rows, (x,))], BATCH)
+            (answer,) = await client.forward([ExpertCall(uid, rows, (x,))], BATCH)
             assert answer is not None
-            await client.backward([ExpertAsk(uid, rows, (x, gradient), answer.served)])
+            await client.backward([ExpertCall(uid, rows, (x, gradient), answer.served)])
             done += 1
 
     async with trio.open_nursery() as nursery:

@@ -18,7 +18,7 @@ import trio
 from torch import Tensor
 
 from benchmarks._report import Figure
-from peerd.compute.experts.flight import Flight
+from peerd.compute.experts.flight import TrunkMicrobatch
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.local_network import LocalExperts
 from peerd.compute.experts.trunk import TrunkModule
@@ -212,11 +212,11 @@ class ExpertSwarm:
 
 def flown(
     run: RunFile, trunk: TrunkModule, experts: Mapping[Uid, HostedExpert], tokens: Tensor, targets: Tensor
-) -> Flight:
+) -> TrunkMicrobatch:
     """Send a batch forward through all layers, with all experts available and without training. Returns its flight."""
     network = LocalExperts(run)
     network.experts = dict(experts)
-    flight = Flight(trunk, tokens, targets, None)
+    flight = TrunkMicrobatch(trunk, tokens, targets, None)
     scores = flight.depart()
     while scores is not None:
         asks = flight.ask(network.choose(flight.layer, scores, trunk.section.top_k))

@@ -14,7 +14,7 @@ from peerd.compute.changes import Changes
 from peerd.compute.checkpoint import Checkpoints
 from peerd.compute.frozen_state import PIECE_BYTES, FrozenState, write_state
 from peerd.compute.tensors import TORCH_DTYPES, state_digest
-from peerd.core.errors import GivenUp, NoMemory
+from peerd.core.errors import NoMemory, WorkCancelled
 
 
 def live() -> dict[str, Tensor]:
@@ -143,10 +143,10 @@ def test_a_state_that_is_given_up_ends_its_reader_and_leaves_no_file(tmp_path: P
     pieces = frozen.pieces()
     next(pieces)
     frozen.give_up()
-    with pytest.raises(GivenUp, match="no longer needed"):
+    with pytest.raises(WorkCancelled, match="no longer needed"):
         next(pieces)
     with changes.one():  # has nothing to copy
         pass
-    with pytest.raises(GivenUp):
+    with pytest.raises(WorkCancelled):
         checkpoints.save(3, frozen)
     assert list(tmp_path.iterdir()) == []

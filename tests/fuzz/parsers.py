@@ -40,7 +40,7 @@ from peerd.machine.mux import session as yamux
 from peerd.machine.mux.session import YamuxSession
 from peerd.machine.mux.stream import YamuxConfig
 from peerd.machine.rpc import message_codec
-from peerd.machine.secure.multistream import HEADER, NOT_AVAILABLE, Proposal, ProtocolSelector, encode_line
+from peerd.machine.secure.multistream import HEADER, NOT_AVAILABLE, MultistreamSelector, Proposal, encode_line
 from peerd.machine.secure.noise import AES, CHACHA, SEALED_BYTES, NoiseHandshake, Opener, Sealer, Secrets
 from peerd.service.dht.codec import (
     FindMessage,
@@ -213,7 +213,7 @@ def _negotiations() -> Corpus:
 
 @parser("multistream, accepting", _negotiations)
 def _selector(data: bytes) -> None:
-    selector = ProtocolSelector(lambda name: name == "/peerd/dht/4")
+    selector = MultistreamSelector(lambda name: name == "/peerd/dht/4")
     for piece in in_pieces(data):
         _, chosen, _ = selector.feed(piece)
         if chosen is not None:

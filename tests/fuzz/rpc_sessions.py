@@ -17,7 +17,7 @@ from peerd.core.errors import PeerdError, RemoteError, Unreachable
 from peerd.core.frame import TensorFrame
 from peerd.core.limits import RPC_BUDGET_WAIT_S
 from peerd.core.messages.encoding import Empty, encode
-from peerd.machine.budget.book import BOUNDS, Book, Bounds, Means
+from peerd.machine.budget.book import BOUNDS, Book, Bounds, Resource
 from peerd.machine.rpc import message_codec as wire
 from peerd.machine.rpc.declaration import Shows
 from peerd.service.rpc.loopback import LoopbackStream
@@ -167,7 +167,7 @@ async def session(seed: int) -> None:
     async with fake_net() as net:
         served = net.host("served")
         calls = Bounds(total=64, peer=32, place=32, region=48, reserved=16)
-        served.book = Book({**BOUNDS, Means.RECEIVING: _LITTLE, Means.ANSWERS: _LITTLE, Means.CALLS: calls})
+        served.book = Book({**BOUNDS, Resource.RECEIVING: _LITTLE, Resource.ANSWERS: _LITTLE, Resource.CALLS: calls})
         rpc, honest = Rpc(served, TrioClock()), Rpc(net.host("honest"), TrioClock())
         _serve(rpc)
         await net.nursery.start(rpc.run)
@@ -188,7 +188,7 @@ async def session(seed: int) -> None:
         for stream in hostile.streams:  # a streaming call may last as long as its stream
             stream.reset()
         await trio.sleep(2 * RPC_BUDGET_WAIT_S)  # someone may still wait for room
-        left = {means.name: used for means in Means if (used := served.book.used(means))}
+        left = {means.name: used for means in Resource if (used := served.book.used(means))}
         status = rpc.status()
         assert (left, status["running"], status["held_bytes"]) == ({}, 0, 0), f"seed {seed}: {left} {status}"
         faults = [error for _, error in served.crashes if not isinstance(error, RemoteError)]

@@ -16,7 +16,7 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.messages.state import StateManifest
 from peerd.core.messages.swarm import Done, StageAnswer
-from peerd.core.protobuf.autonat import AUTONAT, DialMe
+from peerd.core.protobuf.autonat import AUTONAT, DialRequest
 from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Limit, StopKind, StopMessage
 from peerd.core.protobuf.holepunch import DCUTR, HolePunch, PunchKind
 from peerd.core.varint import encode_varint
@@ -279,7 +279,9 @@ _PUNCH = _delimited(
     HolePunch(PunchKind.SYNC).encode(),
     HolePunch(PunchKind.CONNECT).encode(),
 )
-_DIAL_ME = _delimited(DialMe(peer=SELF, addrs=_ADDRS).encode(), DialMe(peer=goods.HOST, addrs=_ADDRS[:1]).encode())
+_DIAL_ME = _delimited(
+    DialRequest(peer=SELF, addrs=_ADDRS).encode(), DialRequest(peer=goods.HOST, addrs=_ADDRS[:1]).encode()
+)
 
 
 class Said:

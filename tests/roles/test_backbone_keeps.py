@@ -23,7 +23,7 @@ from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.state.snapshot import StateServer
 from peerd.training.checkpoints.keeper import CheckpointKeeper
 from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
-from peerd.training.learning_curve import Curves
+from peerd.training.learning_curve import LearningCurves
 from roles.backbone import BackboneRole
 from roles.stage import StageRole
 from roles.trainer import TrainerRole
@@ -129,7 +129,7 @@ def whole_set(place: Path, run: RunFile) -> int:
 
 def whole_curve(place: Path) -> list[int]:
     """Steps go up, each once; the table says the same where there is one."""
-    curves = Curves(place / "curves", "kept")
+    curves = LearningCurves(place / "curves", "kept")
     points = curves.read()
     steps = [point.step for point in points]
     assert steps == sorted(set(steps))

@@ -13,7 +13,7 @@ from trio.testing import MockClock
 from peerd.core.messages.swarm import Mbs, Prepare
 from peerd.core.run.runfile import AveragingSection, RunFile
 from peerd.service.averaging.allreduce import AllReduceService, Vector
-from peerd.service.run_services import Carries
+from peerd.service.run_services import LineSpeeds
 from peerd.training.stage.averaging import AveragingRounds, SumAbsent, Total
 from tests.service.averaging.test_allreduce import Node, group
 from tests.worlds.machines.workers import InlineWorker
@@ -27,8 +27,8 @@ class Services:
 
     averaging: AllReduceService
 
-    def carries(self) -> Carries:
-        return Carries(0.0, 0.0, True, True, True)
+    def carries(self) -> LineSpeeds:
+        return LineSpeeds(0.0, 0.0, True, True, True)
 
 
 class Members:

@@ -21,14 +21,14 @@ Post = tuple[str, int]  # peer and stage
 
 
 @dataclass(frozen=True, slots=True)
-class Stillness:
+class StandstillState:
     """A standstill of the run: the reason, in words, and its duration."""
 
     why: str
     for_s: float
 
 
-class Pulse:
+class StandstillDetector:
     """Detects a standstill: the run has a reason to wait, and nothing has changed for STILL_S."""
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class Pulse:
             self._seen, self._changed_at = seen, now
         self._why = why
 
-    def standstill(self, now: float) -> Stillness | None:
+    def standstill(self, now: float) -> StandstillState | None:
         """The current standstill, or None while the run moves."""
         for_s = now - self._changed_at
-        return Stillness(self._why, for_s) if self._why and for_s >= STILL_S else None
+        return StandstillState(self._why, for_s) if self._why and for_s >= STILL_S else None
 
 
-class Presence:
+class ListedPosts:
     """Detects posts that the conductor no longer lists."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class LossHistory:
         return [[step, loss] for step, loss in self._points.items()]
 
 
-class GrowingShares:
+class ContributionShares:
     """Shares of the peers in what all contributed since the first `note`; until that grows, shares in the totals."""
 
     def __init__(self) -> None:

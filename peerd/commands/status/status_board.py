@@ -16,7 +16,13 @@ from typing import Any, Final
 import trio
 
 from peerd.commands.status.network_view import network_view
-from peerd.commands.status.run_pulse import GrowingShares, LossHistory, Presence, Pulse, Stillness
+from peerd.commands.status.run_pulse import (
+    ContributionShares,
+    ListedPosts,
+    LossHistory,
+    StandstillDetector,
+    StandstillState,
+)
 from peerd.commands.status.swarm_view import FRESH_S, foretold_by, summary, swarm_view
 from peerd.core.clock import Clock
 from peerd.core.messages.progress import pause_s
@@ -37,7 +43,7 @@ RATE_WINDOW_S: Final = 5.0
 JOINING_S: Final = 15.0  # a peer that joined less than this ago may not be on the conductor's list yet
 _WORK: Final = ("step", "held_samples", "samples", "microbatches", "aggregated_bytes")  # keys of a role that works
 
-Told = dict[str, Any]
+StatusData = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +54,13 @@ class RoleState:
     state: str
     restarts: int
     failure: str
-    told: Told
+    told: StatusData
 
-    def as_dict(self) -> Told:
+    def as_dict(self) -> StatusData:
         fixed = {"role": self.name, "state": self.state, "restarts": self.restarts, "failure": self.failure or None}
         return {"waits_for": None, **self.told, **fixed}
 
-    def posts(self) -> list[Told]:
+    def posts(self) -> list[StatusData]:
         """The figures of each post of the role, and of a trainer's replica."""
         nested = [self.told[name] for name in ("replica", "member") if isinstance(self.told.get(name), dict)]
         return [post for told in (self.told, *nested) for post in told.get("posts") or [told]]
@@ -78,18 +84,18 @@ class StatusBoard:
         self._began = clock.now()
         self._samples: deque[tuple[float, int, int]] = deque()
         self._asked, self._seen = trio.Event(), trio.Event()
-        self._swarm: Told = {}
+        self._swarm: StatusData = {}
         self._looked_at = float("-inf")
-        self._between: Told | None = None  # the network between the peers
+        self._between: StatusData | None = None  # the network between the peers
         self._between_at = float("-inf")
-        self._pulse, self._presence = Pulse(), Presence()
+        self._pulse, self._presence = StandstillDetector(), ListedPosts()
         self._train, self._valid = LossHistory(), LossHistory()
-        self._shares = {key: GrowingShares() for key in ("samples", "brought", "bytes_aggregated")}
+        self._shares = {key: ContributionShares() for key in ("samples", "brought", "bytes_aggregated")}
         self._by_count = False  # True once the shares of samples use a conductor's counts
         # From this process's roles: whether they work in the run, whether it is complete, and what they wait for.
         self._works, self._complete, self._waits_for = False, False, ""
         self._step: int | None = None  # the newest step that they work at
-        self.reachability: Callable[[], Told] = dict  # returns whether and how others reach this peer
+        self.reachability: Callable[[], StatusData] = dict  # returns whether and how others reach this peer
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
@@ -98,12 +104,12 @@ class StatusBoard:
                 nursery.start_soon(self._look, self._run)
             task_status.started()
 
-    async def snapshot(self, roles: Callable[[], Awaitable[list[RoleState]]]) -> Told:
+    async def snapshot(self, roles: Callable[[], Awaitable[list[RoleState]]]) -> StatusData:
         """The complete status, as plain data that can be encoded as JSON."""
         await self._refresh()
         states = await roles()
         self.note_roles(states)
-        shown: Told = {
+        shown: StatusData = {
             "version": VERSION,
             "pid": os.getpid(),
             "time": self._clock.wall(),
@@ -122,7 +128,7 @@ class StatusBoard:
         }
         return {key: plain(value) for key, value in shown.items()}
 
-    async def swarm(self) -> Told:
+    async def swarm(self) -> StatusData:
         """Only the swarm's part of a snapshot."""
         await self._refresh()
         return {key: plain(value) for key, value in self._swarm_now().items()}
@@ -166,7 +172,7 @@ class StatusBoard:
         if following.members:
             self._presence.note(now, ((member.peer, member.stage) for member in following.members))
 
-    def _note_swarm(self, found: Told, wall: float) -> None:
+    def _note_swarm(self, found: StatusData, wall: float) -> None:
         """Record the result of a DHT read. A failed read keeps the earlier figures, which grow old."""
         if found.get("why") and "stages" in self._swarm:
             self._swarm |= found
@@ -181,11 +187,11 @@ class StatusBoard:
             work = found.get("step"), found.get("microbatches")
             self._pulse.note(self._clock.now(), work, _told_reason(found, wall))
 
-    def _note_shares(self, rows: list[Told], *, counted: bool) -> None:
+    def _note_shares(self, rows: list[StatusData], *, counted: bool) -> None:
         """Record the leader-board's figures: a conductor's counts, or the peers' own figures until there are any."""
         if counted and not self._by_count:
             self._by_count = True
-            self._shares |= {key: GrowingShares() for key in ("samples", "brought")}
+            self._shares |= {key: ContributionShares() for key in ("samples", "brought")}
         for key, shares in self._shares.items():
             by_count = self._by_count and key != "bytes_aggregated"
             if counted or not by_count:  # else wait for the counts of a new conductor
@@ -194,13 +200,13 @@ class StatusBoard:
 
     # --- what is shown --------------------------------------------------------------------------------------------
 
-    def _swarm_now(self) -> Told:
+    def _swarm_now(self) -> StatusData:
         """Result of the last DHT read, with its current age, the time to the next step, and departed peers marked."""
         swarm, wall, now = self._swarm, self._clock.wall(), self._clock.now()
         if self._run is None or not swarm:
             return swarm
         still = self._pulse.standstill(now)
-        told: Told = {"age_s": max(0.0, now - self._looked_at), "standstill": still, "complete": self._complete}
+        told: StatusData = {"age_s": max(0.0, now - self._looked_at), "standstill": still, "complete": self._complete}
         told["own_wait"] = self._waits_for or None
         if "stages" in swarm:
             told |= summary(swarm["stages"], swarm["trainers"], wall)
@@ -216,7 +222,7 @@ class StatusBoard:
         told["curve"] = {"train": self._train.told(), "valid": self._valid.told()}
         return swarm | told
 
-    def _row(self, row: Told, wall: float, now: float) -> Told:
+    def _row(self, row: StatusData, wall: float, now: float) -> StatusData:
         """Row of a stage peer. `gone` is True if the conductor no longer lists it."""
         post, age_s = (row["peer"].text, row["stage"]), _age_s(row, wall)
         gone = self._works and self._presence.is_gone(now, post)
@@ -224,7 +230,7 @@ class StatusBoard:
             gone |= age_s > FRESH_S and wall - row["since"] > JOINING_S
         return row | {"age_s": age_s, "gone": gone, "own": row["peer"] == self._host.id}
 
-    def _ahead(self, swarm: Told, still: Stillness | None) -> Told:
+    def _ahead(self, swarm: StatusData, still: StandstillState | None) -> StatusData:
         """The run's total steps, the time that the rest takes at the current rate, and this peer's shares."""
         assert self._run is not None
         total, step = self._run.optimizer.total_steps, swarm.get("step")
@@ -236,7 +242,7 @@ class StatusBoard:
         shares = {key: shares.of(own) for key, shares in self._shares.items()}
         return {"total_steps": total or None, "left_s": left, "shares": shares}
 
-    def _network(self) -> Told:
+    def _network(self) -> StatusData:
         traffic = self._host.traffic()
         since, bytes_in, bytes_out = self._samples[0] if self._samples else (0.0, 0, 0)
         passed_s = max(self._clock.now() - since, 0.1)
@@ -251,7 +257,7 @@ class StatusBoard:
             "peers": list(traffic.peers.values()),
         }
 
-    def _line(self) -> Told:
+    def _line(self) -> StatusData:
         """Per direction, in Mb/s: the limit, the highest measured rate, and the current rate."""
         limits, line = self._run.limits if self._run is not None else LimitsSection(), self._host.line
         return {
@@ -292,11 +298,11 @@ class StatusBoard:
             await trio.sleep(SWARM_PERIOD_S)
 
 
-def _age_s(row: Told, wall: float) -> float:
+def _age_s(row: StatusData, wall: float) -> float:
     return float(max(0.0, wall - row["told_at"]))
 
 
-def _told_reason(swarm: Told, wall: float) -> str:
+def _told_reason(swarm: StatusData, wall: float) -> str:
     """Why a run waits, by its records, for a peer that takes no part in it. Returns "" if it does not wait."""
     if swarm.get("why"):
         return ""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from peerd.log import EventLog
 
 
-class WaitTeller:
+class WaitLogger:
     """Logs changes in what the parts of a daemon wait for. `look` is called about once a second."""
 
     def __init__(self, log: EventLog) -> None:

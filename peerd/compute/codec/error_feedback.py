@@ -28,7 +28,7 @@ from peerd.core.run.runfile import AveragingSection
 Vector = np.ndarray[Any, np.dtype[Any]]
 
 
-class Missed:
+class RoundResidual:
     """Residual of a round in progress.
 
     The vector starts uninitialized, because clearing it would cost as much as filling it.
@@ -53,7 +53,7 @@ class Missed:
             self.values.fill(0)
         return self.values
 
-    def folded(self, others: Iterable[Missed]) -> Vector:
+    def folded(self, others: Iterable[RoundResidual]) -> Vector:
         """The whole residual after adding those of `others` to it, in place."""
         values = self.whole()
         for other in others:
@@ -86,25 +86,25 @@ class ErrorFeedback:
     def __init__(self, plan: CodingPlan) -> None:
         self.residual: Vector | None = None  # None: all zeros
         self._plan = plan
-        self._new: Missed | None = None  # of the round in progress
+        self._new: RoundResidual | None = None  # of the round in progress
         self._spare: Vector | None = None
 
-    def begin(self, gradient: Vector) -> Missed:
+    def begin(self, gradient: Vector) -> RoundResidual:
         """Begin a round: add the residual to `gradient`, in place. Returns the round's new residual, for `settle`."""
         if self.residual is not None:
             np.add(gradient, self.residual, out=gradient)
         buffer = self._spare
         if buffer is None or (buffer.shape, buffer.dtype) != (gradient.shape, gradient.dtype):
             buffer = np.empty_like(gradient)
-        self._new, self._spare = Missed(buffer), None
+        self._new, self._spare = RoundResidual(buffer), None
         return self._new
 
-    def go_on(self, vector: Vector) -> Missed:
+    def go_on(self, vector: Vector) -> RoundResidual:
         """Begin a further round on an already summed vector. Returns the residual of this round alone, for `settle`."""
-        self._new = Missed(np.empty_like(vector))
+        self._new = RoundResidual(np.empty_like(vector))
         return self._new
 
-    def settle_further(self, missed: Sequence[Missed]) -> None:
+    def settle_further(self, missed: Sequence[RoundResidual]) -> None:
         """Add the residuals of rounds to which this peer contributed no gradient, and so no residual of its own."""
         for one in missed:
             self.residual = one.whole() if self.residual is None else np.add(self.residual, one.whole())
@@ -129,7 +129,7 @@ class ErrorFeedback:
         """Decode a part into `target`, whose shape and dtype it must have; `onto`, if given, is added."""
         decode_onto(frame, torch.from_numpy(target), _tensor(onto), name="a part of a gradient")
 
-    def settle(self, new: Missed | None = None, *further: Missed) -> None:
+    def settle(self, new: RoundResidual | None = None, *further: RoundResidual) -> None:
         """Accept the round that began with `new`, or else the last one: its residual is added to the next gradient.
 
         `further`: residuals of the rounds that continued it (`go_on`).

@@ -50,7 +50,7 @@ class Matrix(NamedTuple):
     right: int  # offset of Q, columns x rank, in the second vector
 
 
-class Whole(NamedTuple):
+class UncompressedPiece(NamedTuple):
     """A piece of the flat gradient that is sent uncompressed, at offset `at` of the first vector."""
 
     begin: int
@@ -188,7 +188,7 @@ def low_rank_of(averaging: AveragingSection, layout: FlatLayout, dtype: torch.dt
     return PowerSgd(layout, averaging.rank, dtype, seed) if averaging.code == "powersgd" else None
 
 
-def sort_out(layout: FlatLayout, rank: int) -> tuple[list[Matrix], list[Whole], tuple[int, int]]:
+def sort_out(layout: FlatLayout, rank: int) -> tuple[list[Matrix], list[UncompressedPiece], tuple[int, int]]:
     """Divide the tensors into those sent as factors and those sent whole; also returns the lengths of both vectors.
 
     A tensor of more than two dimensions is a matrix of its first dimension by all others.
@@ -208,7 +208,7 @@ def sort_out(layout: FlatLayout, rank: int) -> tuple[list[Matrix], list[Whole], 
         begin = end
     wholes = []
     for begin, end in spans:
-        wholes.append(Whole(begin, end, left))
+        wholes.append(UncompressedPiece(begin, end, left))
         left += end - begin
     return matrices, wholes, (left, right)
 

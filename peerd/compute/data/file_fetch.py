@@ -18,7 +18,7 @@ from typing import IO, Any, BinaryIO, Final
 
 import outcome
 
-from peerd.compute.data.http_fetch import PassingFault
+from peerd.compute.data.http_fetch import TransientError
 from peerd.compute.file_index import IndexedFile
 from peerd.core.errors import ConfigError
 
@@ -219,7 +219,7 @@ class CheckedPieces:
             if self._damaged == number:
                 raise ConfigError(self._fault(number))
             self._damaged = number
-            raise PassingFault("what arrived has another SHA-256")
+            raise TransientError("what arrived has another SHA-256")
         if number >= self._right:
             self._file.flush()
             self._right = number + 1

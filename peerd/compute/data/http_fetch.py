@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from peerd.compute.data.public_connection import PublicHandler
 from peerd.core.errors import ConfigError, PeerdError
 from peerd.core.limits import HTTP_PAUSE_S, HTTP_REDIRECTS
-from peerd.core.work import ReadInTurn, read_at_once
+from peerd.core.work import RateLimitedRead, read_at_once
 
 READ_TIMEOUT_S: Final = 30.0  # for one read, and for the whole transfer in addition to its bytes
 SLOWEST_BYTES_PER_S: Final = 16 << 10
@@ -39,7 +39,7 @@ class DataUnavailable(PeerdError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class ExpectedContent:
     """Expectations of the bytes to be fetched. `size`: exact size, or None if only `most` limits it."""
 
     most: int
@@ -71,7 +71,7 @@ class UrlOpener(Protocol):
     def open(self, fullurl: urllib.request.Request, *, timeout: float) -> Any: ...
 
 
-class PassingFault(Exception):
+class TransientError(Exception):
     """This attempt failed, but another one may succeed; `pause_s` is the pause that the server requested."""
 
     def __init__(self, reason: str, pause_s: float = 0.0) -> None:
@@ -90,7 +90,7 @@ class HttpFetcher:
         opener: UrlOpener | None = None,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
-        in_turn: ReadInTurn = read_at_once,
+        in_turn: RateLimitedRead = read_at_once,
         public_only: bool = False,
     ) -> None:
         self._public_only = public_only
@@ -99,7 +99,7 @@ class HttpFetcher:
         self._pause = pause
         self._in_turn = in_turn
 
-    def fetch(self, url: str, wanted: Wanted, sink: IO[bytes] | FetchSink) -> None:
+    def fetch(self, url: str, wanted: ExpectedContent, sink: IO[bytes] | FetchSink) -> None:
         """Fetch `url` into `sink`, which is empty; raises ConfigError or DataUnavailable on failure."""
         damaged = False
         for pause_s in (*PAUSES_S, None):
@@ -111,13 +111,13 @@ class HttpFetcher:
                     raise ConfigError(f"{url}: its SHA-256 is not {wanted.sha256}, as {wanted.told_by} says")
                 damaged = True
                 _empty(sink)
-                raise PassingFault("what arrived has another SHA-256")
-            except PassingFault as failure:
+                raise TransientError("what arrived has another SHA-256")
+            except TransientError as failure:
                 if pause_s is None:
                     raise DataUnavailable(f"{url}: {failure} (tried {len(PAUSES_S) + 1} times)") from failure
                 self._pause(max(pause_s, failure.pause_s))
 
-    def _attempt(self, url: str, wanted: Wanted, sink: IO[bytes] | FetchSink) -> None:
+    def _attempt(self, url: str, wanted: ExpectedContent, sink: IO[bytes] | FetchSink) -> None:
         """Fetch the bytes that `sink` does not have yet."""
         if not wanted.sha256:
             _empty(sink)  # without a digest, two parts cannot be checked to belong together
@@ -136,12 +136,12 @@ class HttpFetcher:
             if error.code == 416:  # the server has no more bytes than `sink`: start again
                 _empty(sink)
             if error.code in _PASSING:
-                raise PassingFault(f"the server says {error.code} {error.reason}", _asked_pause(error)) from error
+                raise TransientError(f"the server says {error.code} {error.reason}", _asked_pause(error)) from error
             raise ConfigError(f"{url}: the server says {error.code} {error.reason}") from error
         except (OSError, http.client.HTTPException) as error:
             raise _reason(url, error) from error
 
-    def _copy(self, url: str, answer: Any, wanted: Wanted, sink: IO[bytes] | FetchSink) -> None:
+    def _copy(self, url: str, answer: Any, wanted: ExpectedContent, sink: IO[bytes] | FetchSink) -> None:
         took_s = 0.0  # only the server's time, without waiting for our turn
         begin = sink.tell()
         _check_length(url, answer, wanted, begin)
@@ -158,11 +158,11 @@ class HttpFetcher:
                 raise ConfigError(f"{url}: {_too_large(wanted)}")
             _write(sink, chunk)
             if took_s > READ_TIMEOUT_S + (sink.tell() - begin) / SLOWEST_BYTES_PER_S:
-                raise PassingFault(f"slower than {SLOWEST_BYTES_PER_S >> 10} KiB/s")
+                raise TransientError(f"slower than {SLOWEST_BYTES_PER_S >> 10} KiB/s")
         whole = _content_length(answer)
         expected = wanted.size if wanted.size is not None else None if whole is None else begin + whole
         if expected is not None and sink.tell() < expected:
-            raise PassingFault(f"broke off after {sink.tell()} of {expected} bytes")
+            raise TransientError(f"broke off after {sink.tell()} of {expected} bytes")
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
@@ -201,7 +201,7 @@ def _empty(sink: IO[bytes] | FetchSink) -> None:
     sink.truncate()
 
 
-def _fits(wanted: Wanted, sink: IO[bytes] | FetchSink) -> bool:
+def _fits(wanted: ExpectedContent, sink: IO[bytes] | FetchSink) -> bool:
     """True if the digest matches, or none is known."""
     if not wanted.sha256:
         return True
@@ -217,7 +217,7 @@ def _goes_on(answer: Any, have: int) -> bool:
     return answer.status == 206 and str(answer.headers.get("Content-Range", "")).startswith(f"bytes {have}-")
 
 
-def _check_length(url: str, answer: Any, wanted: Wanted, begin: int) -> None:
+def _check_length(url: str, answer: Any, wanted: ExpectedContent, begin: int) -> None:
     length = _content_length(answer)
     if length is None:
         return
@@ -228,7 +228,7 @@ def _check_length(url: str, answer: Any, wanted: Wanted, begin: int) -> None:
         raise ConfigError(f"{url}: has {whole} bytes; {wanted.told_by} says {wanted.size}")
 
 
-def _too_large(wanted: Wanted) -> str:
+def _too_large(wanted: ExpectedContent) -> str:
     return (
         f"more than the {wanted.most} that are allowed"
         if wanted.size is None
@@ -253,9 +253,9 @@ def _reason(url: str, error: OSError | http.client.HTTPException) -> Exception:
     if isinstance(cause, ssl.SSLCertVerificationError):
         return ConfigError(f"{url}: the server's certificate is not valid: {cause.verify_message}")
     if isinstance(cause, TimeoutError):
-        return PassingFault(f"no answer within {READ_TIMEOUT_S:g} s")
+        return TransientError(f"no answer within {READ_TIMEOUT_S:g} s")
     text = str(cause.strerror or cause) if isinstance(cause, OSError) else str(cause)
-    return PassingFault(text[:200] or type(cause).__name__)
+    return TransientError(text[:200] or type(cause).__name__)
 
 
 def _write(sink: IO[bytes] | FetchSink, chunk: bytes) -> None:

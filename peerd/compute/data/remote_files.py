@@ -24,7 +24,7 @@ from typing import BinaryIO, Final, Literal
 from urllib.parse import quote, urljoin
 
 from peerd.compute.data.file_fetch import STREAMS, CheckedPieces, FetchEnded, FileFetch
-from peerd.compute.data.http_fetch import HttpFetcher, Wanted
+from peerd.compute.data.http_fetch import ExpectedContent, HttpFetcher
 from peerd.compute.file_index import INDEX_NAME, IndexedFile, parse_index
 from peerd.core.errors import ConfigError
 from peerd.core.limits import INDEX_BYTES
@@ -154,7 +154,7 @@ class RemoteFileCache:
         try:
             with part:
                 fetch.writes(Path(part.name))
-                wanted = Wanted(most=file.bytes, size=file.bytes, sha256=file.sha256)
+                wanted = ExpectedContent(most=file.bytes, size=file.bytes, sha256=file.sha256)
                 self.downloader.fetch(url, wanted, CheckedPieces(part.file, file, url, fetch.checked))
             fetch.moves(self.folder / file.sha256)
         finally:
@@ -238,7 +238,9 @@ def remote_files(source: SourceSection, key: str, cache: RemoteFileCache) -> dic
     base = source.path if source.path.endswith("/") else f"{source.path}/"
     url, raw = urljoin(base, INDEX_NAME), io.BytesIO()
     try:
-        cache.downloader.fetch(url, Wanted(most=INDEX_BYTES, sha256=source.digest, told_by=f"{key}.digest"), raw)
+        cache.downloader.fetch(
+            url, ExpectedContent(most=INDEX_BYTES, sha256=source.digest, told_by=f"{key}.digest"), raw
+        )
         files = parse_index(raw.getvalue(), url)
     except ConfigError as error:
         raise ConfigError(f"{key}.path: {error}") from error

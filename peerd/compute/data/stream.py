@@ -31,7 +31,7 @@ from peerd.compute.tokenizer import Tokenizer, load_vocabulary
 from peerd.core.decoders import convert
 from peerd.core.errors import ConfigError
 from peerd.core.run.runfile import DataSection, RunFile, sources_of
-from peerd.core.work import ReadInTurn, read_at_once
+from peerd.core.work import RateLimitedRead, read_at_once
 
 FIRST_BLOCK_S: Final = 0.25  # for reading the first blocks; a shorter first block covers fewer files
 FIRST_BLOCK_SAMPLES: Final = 256  # minimum, over all sources
@@ -167,7 +167,7 @@ def samples_of(run: RunFile, peer: str, split: Split = "train", cache: RemoteFil
     return SampleStream(run.data, vocab, run.model.context, run.seed, peer, split, cache=cache)
 
 
-def cache_of(run: RunFile, in_turn: ReadInTurn = read_at_once) -> RemoteFileCache:
+def cache_of(run: RunFile, in_turn: RateLimitedRead = read_at_once) -> RemoteFileCache:
     """The cache of files that this peer fetches, in a folder shared by all runs of this user."""
     own_address = run.line is None or is_remote(run.line.data)  # only their own address may be private
     downloader = HttpFetcher(in_turn=in_turn, public_only=not own_address)

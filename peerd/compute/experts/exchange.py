@@ -21,7 +21,7 @@ from peerd.compute.codec.policy import CodingPlan
 from peerd.compute.experts.expert_mixture import ChosenColumns, choice_of
 from peerd.compute.tensors import TORCH_DTYPES, all_finite
 from peerd.core.errors import ProtocolViolation, TooFewExperts
-from peerd.core.experts.contract import ExpertAsk, ExpertReply
+from peerd.core.experts.contract import ExpertCall, ExpertReply
 from peerd.core.experts.grid import Uid, grid_of, sample_shapes
 from peerd.core.frame import TensorFrame
 from peerd.core.run.runfile import ExpertsSection, RunFile
@@ -31,7 +31,7 @@ from peerd.core.run.runfile import ExpertsSection, RunFile
 class _Call:
     """One call. `slots`: for each of its samples, the slot of this expert among the sample's experts."""
 
-    ask: ExpertAsk
+    ask: ExpertCall
     samples: Tensor  # int64 [rows]
     slots: Tensor  # int64 [rows]
     reply: ExpertReply | None = None  # to the forward, if valid
@@ -58,14 +58,14 @@ class Exchange:
     def samples(self) -> int:
         return len(self._chosen)
 
-    def forward_asks(self, x: Tensor) -> list[ExpertAsk]:
+    def forward_asks(self, x: Tensor) -> list[ExpertCall]:
         """Calls for the outputs of samples [N, *input]; raises ValueError if they are not finite."""
         rows = self._outgoing(x, "samples")
         for uid, places in self._grouped().items():
             for part in torch.split(torch.tensor(places), self._section.max_batch):
                 samples, slots = part.unbind(1)
                 frame = self._frame(rows[samples.to(self._device)], "samples")
-                self._calls.append(_Call(ExpertAsk(uid, tuple(samples.tolist()), (frame,)), samples, slots))
+                self._calls.append(_Call(ExpertCall(uid, tuple(samples.tolist()), (frame,)), samples, slots))
         return [call.ask for call in self._calls]
 
     def outputs(self, replies: Sequence[ExpertReply | None]) -> Tensor:
@@ -80,13 +80,13 @@ class Exchange:
         self._need_enough()
         return outputs
 
-    def backward_asks(self, gradients: Tensor) -> list[ExpertAsk]:
+    def backward_asks(self, gradients: Tensor) -> list[ExpertCall]:
         """Calls that send the gradients of the outputs [N, K, *output] to the experts that answered."""
         rows, asks = self._outgoing(gradients, "gradients"), []
         for call in self._answered():
             assert call.reply is not None
             frame = self._frame(rows[call.samples.to(self._device), call.slots.to(self._device)], "gradients")
-            asks.append(ExpertAsk(call.ask.uid, call.ask.samples, (*call.ask.frames, frame), call.reply.served))
+            asks.append(ExpertCall(call.ask.uid, call.ask.samples, (*call.ask.frames, frame), call.reply.served))
         return asks
 
     def input_gradients(self, replies: Sequence[ExpertReply | None]) -> Tensor:

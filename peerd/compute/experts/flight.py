@@ -22,7 +22,7 @@ from torch import Tensor
 from peerd.compute.experts.era import Era
 from peerd.compute.experts.exchange import Exchange
 from peerd.compute.experts.trunk import Answers, Junction, TrunkModule
-from peerd.core.experts.contract import ExpertAsk, ExpertReply
+from peerd.core.experts.contract import ExpertCall, ExpertReply
 from peerd.core.experts.grid import Uid
 
 Scores = list[np.ndarray]
@@ -37,7 +37,7 @@ class _Stop:
     answers: Answers | None = None
 
 
-class Flight:
+class TrunkMicrobatch:
     """One microbatch. With `era` None, for evaluation, each segment uses the parameters of the time it runs."""
 
     def __init__(self, trunk: TrunkModule, tokens: Tensor, targets: Tensor, era: Era | None) -> None:
@@ -70,7 +70,7 @@ class Flight:
         """Forward of the first segment; returns the scores of the first layer for `ExpertNetwork.choose`."""
         return self._arrive_at(self._trunk.depart(self.tokens, self.era))
 
-    def ask(self, chosen: Sequence[Sequence[Uid]]) -> list[ExpertAsk]:
+    def ask(self, chosen: Sequence[Sequence[Uid]]) -> list[ExpertCall]:
         """The calls to the chosen experts of each sample."""
         stop, trunk = self._stops[-1], self._trunk
         stop.exchange = Exchange(trunk.run, chosen, trunk.device)
@@ -99,7 +99,7 @@ class Flight:
 
     # --- backward -----------------------------------------------------------------------------------------------
 
-    def turn(self) -> list[ExpertAsk]:
+    def turn(self) -> list[ExpertCall]:
         """Compute the loss and the last segment's gradients; returns the backward calls of the last layer."""
         stop = self._stops[-1]
         assert stop.answers is not None
@@ -107,7 +107,7 @@ class Flight:
         self.gradients |= found
         return self._backward_asks(back)
 
-    def go_back(self, replies: Sequence[ExpertReply | None]) -> list[ExpertAsk] | None:
+    def go_back(self, replies: Sequence[ExpertReply | None]) -> list[ExpertCall] | None:
         """Backward of the previous segment; returns the backward calls of the layer where it begins, or None at the
         start.
         """
@@ -134,7 +134,7 @@ class Flight:
         self._stops.append(_Stop(junction))
         return [part.float().cpu().numpy() for part in torch.split(junction.scores, list(self._trunk.sides), 1)]
 
-    def _backward_asks(self, gradients: Tensor) -> list[ExpertAsk]:
+    def _backward_asks(self, gradients: Tensor) -> list[ExpertCall]:
         """Inputs and gradients for each expert whose answer was used."""
         exchange = self._stops[-1].exchange
         assert exchange is not None

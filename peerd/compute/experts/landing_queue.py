@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peerd.compute.experts.flight import Flight
+from peerd.compute.experts.flight import TrunkMicrobatch
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class LandedFlights:
         self.loss_sum += other.loss_sum
 
 
-class LandingQueue:
+class GradientQueue:
     """Queue of at most `most` slots, the oldest first."""
 
     def __init__(self, most: int) -> None:
@@ -51,7 +51,7 @@ class LandingQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, flight: Flight, loads: int) -> None:
+    def add(self, flight: TrunkMicrobatch, loads: int) -> None:
         """Add the gradients of a completed microbatch, unless the trunk has loaded another state since."""
         era = flight.era
         while self._waiting and self._waiting[0].loads != loads:  # the trunk has loaded another state

@@ -15,7 +15,7 @@ import numpy as np
 
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.contract import ExpertAsk, ExpertReply, Served
+from peerd.core.experts.contract import ExpertCall, ExpertReply, ServedBy
 from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.core.work import Worker
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 HOST = "local"
 
-Answers = Callable[[ExpertAsk], bool]  # False: this call fails
+Answers = Callable[[ExpertCall], bool]  # False: this call fails
 
 
-def _always(_: ExpertAsk) -> bool:
+def _always(_: ExpertCall) -> bool:
     return True
 
 
@@ -66,7 +66,7 @@ class LocalExperts:
             for sample, row in enumerate(best)
         ]
 
-    def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
+    def forward(self, asks: Sequence[ExpertCall], samples: int) -> list[ExpertReply | None]:
         replies = [self._forward(ask) for ask in asks]
         counts = [0] * samples
         for ask, reply in zip(asks, replies, strict=True):
@@ -78,18 +78,18 @@ class LocalExperts:
                 raise TooFewExperts(f"sample {sample} has {count} answers; experts asked: {asked}")
         return replies
 
-    def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
+    def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]:
         return [self._backward(ask) for ask in asks]
 
-    def _forward(self, ask: ExpertAsk) -> ExpertReply | None:
+    def _forward(self, ask: ExpertCall) -> ExpertReply | None:
         with self._lock:
             if not self._answers(ask):
                 return None
             expert = self.expert(ask.uid)
             (frame,) = expert.forward([ask.frames[0]])
-            return ExpertReply(frame, Served(HOST, 0, expert.version))
+            return ExpertReply(frame, ServedBy(HOST, 0, expert.version))
 
-    def _backward(self, ask: ExpertAsk) -> ExpertReply | None:
+    def _backward(self, ask: ExpertCall) -> ExpertReply | None:
         with self._lock:
             expert = self.expert(ask.uid)
             stale = expert.version - (ask.served.version if ask.served is not None else 0)
@@ -98,7 +98,7 @@ class LocalExperts:
                 return None
             (frame,) = expert.backward([(ask.frames[0], ask.frames[1])])
             self.stale.append(stale)
-            return ExpertReply(frame, Served(HOST, 0, expert.version), stale)
+            return ExpertReply(frame, ServedBy(HOST, 0, expert.version), stale)
 
 
 class LocalNetwork:
@@ -111,10 +111,10 @@ class LocalNetwork:
     async def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
         return await self._run(lambda: self.local.choose(layer, scores, k), "choose")
 
-    async def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
+    async def forward(self, asks: Sequence[ExpertCall], samples: int) -> list[ExpertReply | None]:
         return await self._run(lambda: self.local.forward(asks, samples), "forward")
 
-    async def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
+    async def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]:
         return await self._run(lambda: self.local.backward(asks), "backward")
 
     async def _run(self, job: Callable[[], T], name: str) -> T:

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from peerd.compute.experts.flight import Flight
-from peerd.compute.experts.landing_queue import LandedFlights, LandingQueue
+from peerd.compute.experts.flight import TrunkMicrobatch
+from peerd.compute.experts.landing_queue import GradientQueue, LandedFlights
 from peerd.compute.experts.trunk import TrunkModule
 from peerd.compute.model.grad_sums import to_make_again
 from peerd.compute.model.served_stage import ServedStage, Stale
@@ -27,15 +27,15 @@ class TrunkStage(ServedStage):
         self.trunk = TrunkModule(run, device)
         super().__init__(run, 0, device, self.trunk)
 
-    def flight(self, step: int | None, tokens: Tensor, targets: Tensor) -> Flight:
+    def flight(self, step: int | None, tokens: Tensor, targets: Tensor) -> TrunkMicrobatch:
         """Start a microbatch of `step`. With None it is one for evaluation, which uses the current parameters.
 
         Raises ValueError if the tensors are not those of a microbatch.
         """
         self._at(step)
-        return Flight(self.trunk, tokens.long(), targets.long(), None if step is None else self.trunk.era)
+        return TrunkMicrobatch(self.trunk, tokens.long(), targets.long(), None if step is None else self.trunk.era)
 
-    def land(self, step: int, mb: Mb, flight: Flight) -> None:
+    def land(self, step: int, mb: Mb, flight: TrunkMicrobatch) -> None:
         """Add the gradients of a completed flight to the sum of `step`, once."""
         ahead, era = self._at(step), flight.era
         if era.loads != self.trunk.loads or not 0 <= step - era.at <= self.trunk.ahead:
@@ -45,11 +45,11 @@ class TrunkStage(ServedStage):
             self.trunk.add(flight.gradients, ahead)
             self._note(book, mb, era.at)
 
-    def free_flight(self, tokens: Tensor, targets: Tensor) -> Flight:
+    def free_flight(self, tokens: Tensor, targets: Tensor) -> TrunkMicrobatch:
         """Start a microbatch that has no step yet, for an asynchronous trunk. Raises ValueError like `flight`."""
-        return Flight(self.trunk, tokens.long(), targets.long(), self.trunk.era)
+        return TrunkMicrobatch(self.trunk, tokens.long(), targets.long(), self.trunk.era)
 
-    def land_next(self, step: int, mb: Mb, queue: LandingQueue) -> LandedFlights | None:
+    def land_next(self, step: int, mb: Mb, queue: GradientQueue) -> LandedFlights | None:
         """Take the next gradients from `queue` as microbatch `mb` of `step`, and add their mean to the sum, once.
 
         Returns None if none of the waiting gradients are recent enough. Raises ValueError for gradients that cannot be

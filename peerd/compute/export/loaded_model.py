@@ -96,7 +96,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Style:
+class SamplingOptions:
     """Sampling settings. `temperature` 0 picks the most likely token; `top_k` 0 samples from all tokens."""
 
     temperature: float = 0.8
@@ -105,13 +105,13 @@ class Style:
 
 
 def write_text(
-    model: LanguageModel, vocab: Tokenizer, prompt: str, count: int, style: Style | None = None
+    model: LanguageModel, vocab: Tokenizer, prompt: str, count: int, style: SamplingOptions | None = None
 ) -> Iterator[str]:
     """Continue `prompt` by `count` tokens; yields the new text in pieces of whole characters as they are generated.
 
     A prompt longer than the context is cut at its start.
     """
-    style = style or Style()
+    style = style or SamplingOptions()
     tokens = [int(token) for token in vocab.encode(prompt.encode(errors="replace"))]
     pieces = TextPieces(vocab)
     for token in generate(model, tokens, count, temperature=style.temperature, top_k=style.top_k, seed=style.seed):

@@ -53,13 +53,13 @@ class Optimizer:
         self.device = torch.device("cpu") if section.offload else like.device  # where updates are computed
         self.moments = {name: torch.zeros_like(like, device=self.device) for name in moment_names(section)}
 
-    def room(self, gradient: Tensor) -> UpdateRoom:
+    def room(self, gradient: Tensor) -> UpdateScratch:
         """Allocate the memory for an update with such a gradient."""
-        return UpdateRoom.made(gradient, self.device, max(map(_length, self._pieces), default=0))
+        return UpdateScratch.made(gradient, self.device, max(map(_length, self._pieces), default=0))
 
     @torch.no_grad()
     def update(
-        self, parameters: Tensor, gradient: Tensor, step: int, samples: int = 1, room: UpdateRoom | None = None
+        self, parameters: Tensor, gradient: Tensor, step: int, samples: int = 1, room: UpdateScratch | None = None
     ) -> None:
         """One step in place on `parameters` with `gradient / samples`; `step` counts from 0. `gradient` is not changed.
 
@@ -198,7 +198,7 @@ def _length(piece: slice) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateRoom:
+class UpdateScratch:
     """Scratch memory of an update, for one piece."""
 
     quotient: Tensor  # on the gradient's device
@@ -206,7 +206,7 @@ class UpdateRoom:
     spare: Tensor
 
     @classmethod
-    def made(cls, gradient: Tensor, device: torch.device, length: int) -> UpdateRoom:
+    def made(cls, gradient: Tensor, device: torch.device, length: int) -> UpdateScratch:
         quotient = torch.empty_like(gradient[:length])
         mean = quotient if gradient.device == device else torch.empty_like(quotient, device=device)
         return cls(quotient, mean, torch.empty_like(mean))

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertAsk:
+class ExpertCall:
     """A call to one expert; `samples` are the indices of its rows in the layer's batch."""
 
     uid: Uid
     samples: tuple[int, ...]
     frames: tuple[TensorFrame, ...]  # forward: inputs; backward: inputs, then gradients of the outputs
-    served: Served | None = None  # backward: the host and weights that answered the forward
+    served: ServedBy | None = None  # backward: the host and weights that answered the forward
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedBy:
     """The host that answered a forward, and the version of its weights. The backward is sent to the same host."""
 
     host: str  # peer id as text
@@ -42,7 +42,7 @@ class ExpertReply:
     """An expert's answer: its outputs, or the gradients of its inputs."""
 
     frame: TensorFrame
-    served: Served
+    served: ServedBy
     stale: int = 0  # backward: updates by other callers since the forward
 
 
@@ -56,14 +56,14 @@ class ExpertNetwork(Protocol):
         """
         ...
 
-    async def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
+    async def forward(self, asks: Sequence[ExpertCall], samples: int) -> list[ExpertReply | None]:
         """Call the experts, with one common deadline. Returns their outputs, None for each that failed or was late.
 
         Raises `TooFewExperts` if one of the `samples` samples has fewer than `k_min` answers.
         """
         ...
 
-    async def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
+    async def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]:
         """Call the experts' backward. Returns the gradients of their inputs; each expert that answers has updated its
         weights. None for an expert that failed: its output counts as a constant.
         """
@@ -75,6 +75,6 @@ class ExpertCaller(Protocol):
 
     def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]: ...
 
-    def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]: ...
+    def forward(self, asks: Sequence[ExpertCall], samples: int) -> list[ExpertReply | None]: ...
 
-    def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]: ...
+    def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]: ...

@@ -6,13 +6,13 @@
 - `vault/2` transfers checkpoints: `keep` asks a peer to fetch and store one, `get` returns a piece of one, by digest.
 - `sharing/2`: `take` asks another host to take over an expert of the caller.
 
-DHT records are signed by their publishers. A `Pointer` is signed by the host that made the checkpoint, so any peer may
-forward it.
+DHT records are signed by their publishers. A `CheckpointRef` is signed by the host that made the checkpoint, so any
+peer may forward it.
 
 A hostile peer may send: experts outside the grid, bitmaps of the wrong length, claims without experts, pointers with an
 invalid signature, pieces that do not match the digest. Decoding bounds sizes; the code that uses the message checks the
 rest. A signed pointer proves who made a checkpoint, but not that this owner may host the expert: that follows from the
-chain of owners (`Former`), see `machine.owners.lineage`.
+chain of owners (`PreviousOwner`), see `machine.owners.lineage`.
 """
 
 from __future__ import annotations
@@ -147,10 +147,10 @@ class HolderOffer(Message, frozen=True):
 # --- checkpoints ------------------------------------------------------------------------------------------------
 
 
-class Former(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class PreviousOwner(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The earlier owner's checkpoint from which an expert's next owner continued, as part of the next owner's pointer.
 
-    All fields but `origin` are copied from the earlier owner's `Pointer`, so that its signature can be verified.
+    All fields but `origin` are copied from the earlier owner's `CheckpointRef`, so that its signature can be verified.
     """
 
     generation: Generation
@@ -169,7 +169,7 @@ class Former(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return PeerId.from_public_key(self.owner)
 
 
-class Pointer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class CheckpointRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A host's signed statement of the digest of an expert's state after `version` updates."""
 
     run: Fingerprint
@@ -181,10 +181,10 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     owner: PublicKey
     signature: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)] = b""
     began: Updates = 0  # updates when this generation began; it lacks later updates of other generations
-    former: Former | None = None  # checkpoint that this generation began from, or None for the run's seed
+    former: PreviousOwner | None = None  # checkpoint that this generation began from, or None for the run's seed
     heir: Heir = b""  # public key of the peer that the owner hands the expert to; empty: none
 
-    def signed(self, signer: Signer) -> Pointer:
+    def signed(self, signer: Signer) -> CheckpointRef:
         """A copy of this pointer with its owner's signature."""
         return msgspec.structs.replace(self, signature=signer.sign(self._statement(self._origin())))
 
@@ -199,7 +199,7 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         if former is None:
             return True
         facts = (former.generation, former.version, former.digest, former.size_bytes, former.owner)
-        bare = Pointer(self.run, self.expert, *facts, began=former.began, heir=former.heir)
+        bare = CheckpointRef(self.run, self.expert, *facts, began=former.began, heir=former.heir)
         return verify(former.peer, bare._statement(former.origin), former.signature)
 
     def continues(self) -> bool:
@@ -210,10 +210,10 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         first = self.version == self.began
         return self.began == 0 or (self.began == former.version and (not first or self.digest == former.digest))
 
-    def as_former(self) -> Former:
-        """This checkpoint as `Former`, for the pointers of the next owner."""
+    def as_former(self) -> PreviousOwner:
+        """This checkpoint as `PreviousOwner`, for the pointers of the next owner."""
         facts = (self.generation, self.version, self.digest, self.size_bytes, self.owner, self.signature, self.began)
-        return Former(*facts, self.heir, self._origin())
+        return PreviousOwner(*facts, self.heir, self._origin())
 
     @property
     def peer(self) -> PeerId:
@@ -238,7 +238,7 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class KeptExperts(Message, frozen=True):
     """The checkpoints of experts below one prefix that the publisher stores; several records, by suffix, if many."""
 
-    pointers: Annotated[list[Pointer], msgspec.Meta(max_length=KEPT_EXPERTS_PER_RECORD)]
+    pointers: Annotated[list[CheckpointRef], msgspec.Meta(max_length=KEPT_EXPERTS_PER_RECORD)]
     addrs: Addrs
     token: TokenData = b""
     since: Moment = 0.0
@@ -247,7 +247,7 @@ class KeptExperts(Message, frozen=True):
 class Keep(Message, frozen=True):
     """A request to fetch this checkpoint from the caller, and to store it until there is a newer one of the expert."""
 
-    pointer: Pointer
+    pointer: CheckpointRef
 
 
 class Kept(Message, frozen=True):
@@ -256,16 +256,16 @@ class Kept(Message, frozen=True):
     held: bool
 
 
-class TakeOver(Message, frozen=True):
+class TransferRequest(Message, frozen=True):
     """A request to fetch this state from the caller, and to host the expert in the next generation."""
 
-    pointer: Pointer  # the caller's, after its last update
+    pointer: CheckpointRef  # the caller's, after its last update
     hosted: Places  # of the caller, as in HolderOffer
     sample_s: Seconds
     leaves: bool = False  # the caller stops hosting experts, so any peer with memory may accept
 
 
-class TakenOver(Message, frozen=True):
+class TransferAnswer(Message, frozen=True):
     """Answer to `take`: the expert is now hosted and announced in this generation."""
 
     generation: Generation

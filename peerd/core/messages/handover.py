@@ -74,7 +74,7 @@ class TicketStatement(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     ticket: Ticket  # without its signature
 
 
-class Pass(Message, frozen=True):
+class PassRequest(Message, frozen=True):
     """A microbatch for `stage`, sent by the trainer or by a peer of the previous stage.
 
     Frames: the stage's input, if the stage must compute; then the targets, if the last stage must compute.
@@ -120,7 +120,7 @@ class NotFiniteAt:
     reason: Annotated[str, msgspec.Meta(max_length=BROKEN_CHARS)]
 
 
-class Passed(Message, frozen=True):
+class PassAnswer(Message, frozen=True):
     """The answer to Pass. Frame: the gradient of the input, if the previous stage must compute, too.
 
     `hops`: this stage and the later ones that had to compute; empty if the way is `broken`.
@@ -132,8 +132,8 @@ class Passed(Message, frozen=True):
     arrival_bytes_per_s: Rate = 0.0  # rate at which the caller's frames arrive here; 0: unknown
 
 
-class CarryOn(Message, frozen=True):
+class RelayRequest(Message, frozen=True):
     """A request to the ticket's trainer by a peer that cannot reach `to`: call `to` with `passed` and these frames."""
 
     to: PeerText
-    passed: Pass
+    passed: PassRequest

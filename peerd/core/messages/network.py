@@ -50,7 +50,7 @@ class NetworkReport(Message, frozen=True):
     pairs: Annotated[list[PairFigures], msgspec.Meta(max_length=NETWORK_REPORT_PAIRS)]
 
 
-class NetworkMapAsk(Message, frozen=True):
+class NetworkMapRequest(Message, frozen=True):
     """A request for the pairs after (`one`, `other`), sorted by name; two empty names request the first pairs."""
 
     run: Fingerprint

@@ -41,13 +41,13 @@ _ACCESS: Final = ("allow", "organizer")
 _DEFAULT: Final[dict[str, Any]] = msgspec.to_builtins(RunFile(run="", line=LineSection(link="")))
 
 
-class RunFileAsked(Message, frozen=True):
+class RunFileRequest(Message, frozen=True):
     """A request for the run file of a run."""
 
     run: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
-class RunFileTold(Message, frozen=True):
+class RunFileAnswer(Message, frozen=True):
     """Answer: the shared part of the run file, and the organizer's signature, empty if the run has no organizer."""
 
     text: Annotated[bytes, msgspec.Meta(max_length=RUN_FILE_BYTES)]
@@ -133,7 +133,7 @@ def plain_tree(run: RunFile) -> dict[str, Any]:
     return _beside(msgspec.to_builtins(run), _DEFAULT)
 
 
-def shared_run(told: RunFileTold, run: str) -> RunFile:
+def shared_run(told: RunFileAnswer, run: str) -> RunFile:
     """Decode a published run file. Raises ProtocolViolation if it is malformed, of another run or wrongly signed.
 
     Does not check what the file may name: see `check_line`.
@@ -162,7 +162,7 @@ def is_local(path: str) -> bool:
     return path != "stdlib" and not path.startswith(("http://", "https://"))
 
 
-def _signed(organizer: str, told: RunFileTold) -> bool:
+def _signed(organizer: str, told: RunFileAnswer) -> bool:
     try:
         peer = PeerId.parse(organizer)
     except ValueError:

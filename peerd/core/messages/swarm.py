@@ -44,7 +44,7 @@ StepNumber = Annotated[int, msgspec.Meta(ge=0, le=LAST_STEP)]
 StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=STAGES)]
 Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Rate = Annotated[float, msgspec.Meta(ge=0)]
-WorkRateTold = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # microbatches a second; neither NaN nor infinite
+ReportedWorkRate = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # microbatches a second; neither NaN nor infinite
 SecondsPerByte = Annotated[float, msgspec.Meta(ge=0, le=LINE_S_PER_BYTE)]
 Foreseen = Annotated[float, msgspec.Meta(ge=0, le=FORESEEABLE_S)]  # seconds from now; neither NaN nor infinite
 Moment = Annotated[float, msgspec.Meta(ge=0, le=1 << 40)]  # Unix time; neither NaN nor infinite
@@ -120,7 +120,7 @@ class MemberInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     ready: bool  # has the parameters of the current step, and serves
     client: bool = False  # it can dial, but not be dialed
     since: Moment = 0.0  # when it joined its stage; 0 for a helper
-    rate: WorkRateTold = 0.0  # microbatches/s, as reported and confirmed by past batches; 0: unknown
+    rate: ReportedWorkRate = 0.0  # microbatches/s, as reported and confirmed by past batches; 0: unknown
     helped: bool = False  # it has helped to make a step, so it is a member of the run
     rests: bool = False  # it currently contributes no gradients and makes no steps
 
@@ -154,7 +154,7 @@ class LineInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class PostLoad(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A post's own figures of its load during about the last minute."""
 
-    rate: WorkRateTold = 0.0  # microbatches/s of its device if it were never idle; 0: not known yet
+    rate: ReportedWorkRate = 0.0  # microbatches/s of its device if it were never idle; 0: not known yet
     busy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # fraction of time spent computing
     queue: Annotated[float, msgspec.Meta(ge=0, le=MICROBATCHES)] = 0.0  # mean number of waiting microbatches
     movable: bool = False  # it can move to another stage at the conductor's order
@@ -225,7 +225,7 @@ class MembersListed(Message, frozen=True):
     members: MemberNews | None
     held: Annotated[list[StageNumber], msgspec.Meta(max_length=STAGES)]
     # Estimated microbatches/s of all peers of each stage together; empty: unknown.
-    capacity: Annotated[list[WorkRateTold], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)
+    capacity: Annotated[list[ReportedWorkRate], msgspec.Meta(max_length=STAGES)] = msgspec.field(default_factory=list)
 
 
 class WhichPosts(Message, frozen=True):

@@ -31,7 +31,7 @@ class DialStatus(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DialMe:
+class DialRequest:
     """The request: dial `peer` at `addrs`, to find out whether strangers can reach it."""
 
     peer: PeerId | None
@@ -43,7 +43,7 @@ class DialMe:
         return number_field(1, _DIAL) + bytes_field(2, bytes_field(1, info))
 
     @classmethod
-    def decode(cls, data: bytes) -> DialMe:
+    def decode(cls, data: bytes) -> DialRequest:
         peer: PeerId | None = None
         addrs: list[bytes] = []
         dial = _body(data, _DIAL)
@@ -59,7 +59,7 @@ class DialMe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialed:
+class DialResponse:
     """The response; `addr` is the address at which the dial succeeded."""
 
     status: DialStatus
@@ -72,7 +72,7 @@ class Dialed:
         return number_field(1, _DIAL_RESPONSE) + bytes_field(3, body)
 
     @classmethod
-    def decode(cls, data: bytes) -> Dialed:
+    def decode(cls, data: bytes) -> DialResponse:
         status, text, addr = DialStatus.OK, "", b""
         for number, value in read_fields(_body(data, _DIAL_RESPONSE)):
             if number == 1:

@@ -82,7 +82,7 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class ReservationMessage:
     """The Reservation message: the time until which a relay accepts circuits to a peer, and the relay's addresses."""
 
     expires_unix_s: int
@@ -94,7 +94,7 @@ class Promise:
         return number_field(1, self.expires_unix_s) + addrs + (bytes_field(3, self.voucher) if self.voucher else b"")
 
     @classmethod
-    def decode(cls, data: bytes) -> Promise:
+    def decode(cls, data: bytes) -> ReservationMessage:
         expires_unix_s, voucher = 0, b""
         addrs: list[bytes] = []
         for number, value in read_fields(data):
@@ -145,7 +145,7 @@ class HopMessage(_Message):
     """A message between a client and its relay."""
 
     kind: HopKind
-    promise: Promise | None = None
+    promise: ReservationMessage | None = None
 
     NUMBERS: ClassVar = {1: "kind", 2: "peer", 3: "promise", 4: "limit", 5: "status"}
     KINDS: ClassVar = HopKind
@@ -192,7 +192,7 @@ _PARTS: Final = {
     ),
     "promise": _Part(
         lambda number, promise: bytes_field(number, promise.encode()),
-        lambda value: Promise.decode(want_bytes(value, "the reservation")),
+        lambda value: ReservationMessage.decode(want_bytes(value, "the reservation")),
     ),
     "limit": _Part(
         lambda number, limit: bytes_field(number, limit.encode()),

@@ -47,7 +47,7 @@ class OrderedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Ordered:
+class SumTopology:
     """How a stage sums its members' vectors. `groups`: those of the first round.
 
     `sides`: for each later round, the number of partial sums that each group joins; empty for a flat stage with one
@@ -67,13 +67,13 @@ class GroupTopology:
         self._size = min(size, _GROUP_MOST)
         self._failures = FailureRate()
         self._exploring: dict[int, BandwidthProbe] = {}
-        self._last: dict[int, tuple[object, Ordered]] = {}  # by stage: inputs and result of the last choice
+        self._last: dict[int, tuple[object, SumTopology]] = {}  # by stage: inputs and result of the last choice
 
     def observe(self, members: int, lost: Iterable[str] = ()) -> None:
         """Record the end of an attempt with this number of members; `lost`: the members that made it fail."""
         self._failures.observe(members, min(members, len(set(lost))))
 
-    def order(self, stage: int, group: tuple[str, ...], *, wide: bool = False) -> Ordered:
+    def order(self, stage: int, group: tuple[str, ...], *, wide: bool = False) -> SumTopology:
         """The topology in which `group` of `stage` averages. Raises NoSplit if no peer may sum.
 
         `wide`: flat, or in the largest possible groups.
@@ -94,7 +94,7 @@ class GroupTopology:
         """Return True if another division could be much faster, or if there are too many lines to find out quickly."""
         return len(group) > _GROUP_MOST or self._lines.slack(stage, group) > _WORTH_TRYING
 
-    def _best(self, stage: int, group: tuple[str, ...], rounds: int, size: int) -> Ordered:
+    def _best(self, stage: int, group: tuple[str, ...], rounds: int, size: int) -> SumTopology:
         if size:
             if len(group) <= size:
                 return self._flat(stage, group)
@@ -103,7 +103,7 @@ class GroupTopology:
             return _grid(stage, group, sides, found) if found else self._flat(stage, group)
         return self._chosen(stage, group, rounds)
 
-    def _chosen(self, stage: int, group: tuple[str, ...], rounds: int) -> Ordered:
+    def _chosen(self, stage: int, group: tuple[str, ...], rounds: int) -> SumTopology:
         count, vector_bytes = len(group), self._lines.vector_bytes(group)
         if count <= _FLAT:
             return self._flat(stage, group)
@@ -120,10 +120,10 @@ class GroupTopology:
                 return flat
         return _grid(stage, group, sides, found)
 
-    def _flat(self, stage: int, group: tuple[str, ...]) -> Ordered:
+    def _flat(self, stage: int, group: tuple[str, ...]) -> SumTopology:
         split = self._lines.split(stage, group)
         helpers = frozenset(party.peer for party in split.parties if party.mode == "aux") if split else frozenset()
-        return Ordered((replace(self._divided(MoshpitGroup(group), split), helpers=helpers),))
+        return SumTopology((replace(self._divided(MoshpitGroup(group), split), helpers=helpers),))
 
     def _rounds(self, stage: int, group: tuple[str, ...], sides: tuple[int, ...]) -> list[list[OrderedGroup]]:
         """The groups of each round of a grid if nobody fails; empty if some group would have no peer that sums."""
@@ -161,10 +161,10 @@ class GroupTopology:
         return frozenset(peer for peer in peers if not self._lines.sums(stage, peer))
 
 
-def _grid(stage: int, group: tuple[str, ...], sides: tuple[int, ...], rounds: list[list[OrderedGroup]]) -> Ordered:
+def _grid(stage: int, group: tuple[str, ...], sides: tuple[int, ...], rounds: list[list[OrderedGroup]]) -> SumTopology:
     shape, most = " x ".join(map(str, sides)), largest_group(len(group), sides)
     why = f"stage {stage} averages in a grid of {shape} for {len(group)} members, groups of up to {most}"
-    return Ordered(tuple(rounds[0]), sides[1:], why)
+    return SumTopology(tuple(rounds[0]), sides[1:], why)
 
 
 def foretold_mates(own: str, members: Collection[str], size: int) -> set[str] | None:

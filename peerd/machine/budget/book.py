@@ -30,7 +30,7 @@ REGION: Final = 2  # result of `Book.scope`: the bound of the user's region is r
 EVERYBODY: Final = 3  # result of `Book.scope`: the total bound is reached
 
 
-class Means(StrEnum):
+class Resource(StrEnum):
     """Resources that a host shares among its peers; the values are for display."""
 
     RECEIVING = "bytes being received"
@@ -74,15 +74,15 @@ def shared_out(total: int, peer: int, *, kept: bool = True) -> Bounds:
     return Bounds(total=total, peer=peer, place=place, region=region, reserved=total // 4 if kept else 0)
 
 
-BOUNDS: Final[Mapping[Means, Bounds]] = {
-    Means.RECEIVING: shared_out(limits.RPC_RECEIVING_BYTES, limits.RPC_RECEIVING_BYTES_PER_PEER),
-    Means.ANSWERS: shared_out(limits.ANSWER_BYTES, limits.ANSWER_BYTES_PER_PEER),
-    Means.STREAMS: shared_out(limits.STREAMS_HOST, limits.STREAMS_INBOUND),
-    Means.CALLS: shared_out(limits.CALLS_HOST, limits.CALLS_HOST // 8),
-    Means.LINKS: shared_out(limits.LINKS_INBOUND, limits.LINKS_PER_PEER),
-    Means.DIRECTORY: shared_out(limits.DHT_STORED_BYTES, limits.DHT_BYTES_PER_PUBLISHER, kept=False),
-    Means.DIALS: shared_out(limits.HEARSAY_PER_MINUTE, limits.HEARSAY_PER_MINUTE // 8),
-    Means.UNPROVEN: shared_out(limits.UNPROVEN_PER_MINUTE, limits.UNPROVEN_PER_MINUTE // 8),
+BOUNDS: Final[Mapping[Resource, Bounds]] = {
+    Resource.RECEIVING: shared_out(limits.RPC_RECEIVING_BYTES, limits.RPC_RECEIVING_BYTES_PER_PEER),
+    Resource.ANSWERS: shared_out(limits.ANSWER_BYTES, limits.ANSWER_BYTES_PER_PEER),
+    Resource.STREAMS: shared_out(limits.STREAMS_HOST, limits.STREAMS_INBOUND),
+    Resource.CALLS: shared_out(limits.CALLS_HOST, limits.CALLS_HOST // 8),
+    Resource.LINKS: shared_out(limits.LINKS_INBOUND, limits.LINKS_PER_PEER),
+    Resource.DIRECTORY: shared_out(limits.DHT_STORED_BYTES, limits.DHT_BYTES_PER_PUBLISHER, kept=False),
+    Resource.DIALS: shared_out(limits.HEARSAY_PER_MINUTE, limits.HEARSAY_PER_MINUTE // 8),
+    Resource.UNPROVEN: shared_out(limits.UNPROVEN_PER_MINUTE, limits.UNPROVEN_PER_MINUTE // 8),
 }
 
 
@@ -108,7 +108,7 @@ def user_at(peer: str, remote: Multiaddr) -> User:
 class Use:
     """The largest users of one resource, and the bounds for strangers."""
 
-    means: Means
+    means: Resource
     bounds: Bounds
     used: int
     peer: tuple[str, int]  # "" and 0 if it is unused
@@ -167,7 +167,7 @@ def _add(table: dict[K, int], name: K, amount: int) -> None:
 class Book:
     """The accounts of all resources of one host."""
 
-    def __init__(self, bounds: Mapping[Means, Bounds] | None = None) -> None:
+    def __init__(self, bounds: Mapping[Resource, Bounds] | None = None) -> None:
         self._accounts = {means: ShareAccount(bound) for means, bound in (bounds or BOUNDS).items()}
         self._members: list[Callable[[], Callable[[str], bool] | None]] = []
 
@@ -183,17 +183,17 @@ class Book:
         """Return True if a registered function knows the peer as a member."""
         return any((knows := known()) is not None and knows(peer) for known in self._members)
 
-    def objection(self, means: Means, user: User, amount: int = 1) -> str | None:
+    def objection(self, means: Resource, user: User, amount: int = 1) -> str | None:
         """Reason why `user` may not use `amount` more, or None if it may."""
         closed = self._accounts[means].objection(user, amount, self.is_member(user.peer))
         return None if closed is None else closed[1]
 
-    def scope(self, means: Means, user: User, amount: int = 1) -> int | None:
+    def scope(self, means: Resource, user: User, amount: int = 1) -> int | None:
         """The exhausted bound: 0 the peer's, 1 its place's, REGION, EVERYBODY; None if `amount` more fits."""
         closed = self._accounts[means].objection(user, amount, self.is_member(user.peer))
         return None if closed is None else closed[0]
 
-    def take(self, means: Means, user: User, amount: int = 1) -> str | None:
+    def take(self, means: Resource, user: User, amount: int = 1) -> str | None:
         """Book `amount` more for `user` and return None, or return the reason if there is no room."""
         account = self._accounts[means]
         # Checked as a stranger first: most takes are far below those bounds, which saves looking up the members.
@@ -205,16 +205,16 @@ class Book:
             return None
         return closed[1]
 
-    def give(self, means: Means, user: User, amount: int = 1) -> None:
+    def give(self, means: Resource, user: User, amount: int = 1) -> None:
         """Return `amount` of `user`. Raises LocalError if it did not have that much."""
         self._accounts[means].add(user, -amount)
 
-    def used(self, means: Means, user: User | None = None) -> int:
+    def used(self, means: Resource, user: User | None = None) -> int:
         """The amount in use by `user`, or in total."""
         account = self._accounts[means]
         return account.used if user is None else account.by.get(user, 0)
 
-    def fullest(self, means: Means, among: Iterable[User]) -> User | None:
+    def fullest(self, means: Resource, among: Iterable[User]) -> User | None:
         """The user that should lose something first, or None if none of these uses anything.
 
         Strangers come before members; then the user in the fullest region, the fullest place, and with the most use of
@@ -223,7 +223,7 @@ class Book:
         by = self._accounts[means].by
         return max((user for user in among if user in by), key=lambda user: self.fullness(means, user), default=None)
 
-    def fullness(self, means: Means, user: User) -> tuple[bool, int, int, int]:
+    def fullness(self, means: Resource, user: User) -> tuple[bool, int, int, int]:
         """Sort key of `fullest`: True for a stranger, then the use of its region, its place and the peer itself."""
         peers, places, regions = self._accounts[means].sums
         strange = not self.is_member(user.peer)

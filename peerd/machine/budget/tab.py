@@ -8,15 +8,15 @@ booked.
 from __future__ import annotations
 
 from peerd.core.errors import LocalError
-from peerd.machine.budget.book import Book, Means, User
+from peerd.machine.budget.book import Book, Resource, User
 
 
-class Tab:
+class UsageTab:
     """One stream's use of one resource; `used` is the amount in use."""
 
     __slots__ = ("_book", "_covered", "_means", "_step", "_user", "used")
 
-    def __init__(self, book: Book, means: Means, user: User, *, step: int) -> None:
+    def __init__(self, book: Book, means: Resource, user: User, *, step: int) -> None:
         self.used = 0
         self._book, self._means, self._user = book, means, user
         self._step = step

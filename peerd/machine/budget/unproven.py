@@ -11,7 +11,7 @@ from collections import deque
 from typing import Final
 
 from peerd.core.bounded_dict import BoundedDict
-from peerd.machine.budget.book import Book, Means, User
+from peerd.machine.budget.book import Book, Resource, User
 
 _MINUTE_S: Final = 60.0
 _NAMED: Final = 1024  # peers that were logged lately
@@ -31,9 +31,9 @@ class UnprovenCalls:
         Returns the text to log if the caller has reached its limit, at most once a minute per peer, else None.
         """
         self._forget(now)
-        if self._book.take(Means.UNPROVEN, user) is None:
+        if self._book.take(Resource.UNPROVEN, user) is None:
             self._counted.append((now, user))
-        why = self._book.objection(Means.UNPROVEN, user)
+        why = self._book.objection(Resource.UNPROVEN, user)
         if why is None or now < self._named.get(user.peer, 0.0):
             return None
         self._named[user.peer] = now + _MINUTE_S
@@ -44,8 +44,8 @@ class UnprovenCalls:
         if not self._counted:
             return None
         self._forget(now)
-        return self._book.objection(Means.UNPROVEN, user)
+        return self._book.objection(Resource.UNPROVEN, user)
 
     def _forget(self, now: float) -> None:
         while self._counted and self._counted[0][0] <= now - _MINUTE_S:
-            self._book.give(Means.UNPROVEN, self._counted.popleft()[1])
+            self._book.give(Resource.UNPROVEN, self._counted.popleft()[1])

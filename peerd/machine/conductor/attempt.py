@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from peerd.core.messages.swarm import Mb
-from peerd.machine.conductor.partial_sums import PartialSum, Stand
+from peerd.machine.conductor.partial_sums import MemberState, PartialSum
 from peerd.machine.swarm.events import SendPrepare
 
 
@@ -24,7 +24,7 @@ class GroupAttempt:
     helpers: frozenset[str]
     parts: tuple[PartialSum, ...]
     brought: frozenset[Mb]
-    stands: dict[str, Stand]  # session and position of each group member when the attempt began
+    stands: dict[str, MemberState]  # session and position of each group member when the attempt began
     began: float
     leads: bool  # a member of the group contributes the leader's part (`PartialSum.leads`)
     last: bool  # as in SendPrepare

@@ -16,7 +16,7 @@ from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.batches import Batches
 from peerd.machine.batch.credit import CreditFault, fault_of
 from peerd.machine.batch.probation import Probation
-from peerd.machine.conductor.standing import FailureRecord, PutAside
+from peerd.machine.conductor.standing import Ban, FailureRecord
 from peerd.machine.positions.proven_positions import EstablishedMembers
 from peerd.machine.swarm.events import Note, Origin, Output
 from peerd.machine.swarm.posts import peer_of
@@ -35,7 +35,7 @@ class Blame:
         self._standing = FailureRecord(ban_s)
         self._declined = Probation()  # without places: each member counts by itself
         self._refusals: dict[str, set[str]] = {}  # member -> trainers whose microbatches it could not sum
-        self.aside: list[PutAside] = []  # members to remove; the conductor empties this list
+        self.aside: list[Ban] = []  # members to remove; the conductor empties this list
         self.shrank = False  # True: microbatches were dropped, so the batch is incomplete; the conductor resets this
         self.out: list[Output] = []  # notes, in one list with the outputs of `StageClosing`
 
@@ -93,7 +93,7 @@ class Blame:
         `proven`: as in `Probation.failed`.
         """
         seconds = self._probation.failed(now, peer_of(newcomer), proven=proven)
-        self._put(PutAside(newcomer, seconds, why, briefly=not proven))
+        self._put(Ban(newcomer, seconds, why, briefly=not proven))
 
     def declined(self, now: float, member: str, *, others: bool) -> None:
         """Remove a member that rejects this conductor's orders. It may return.
@@ -102,7 +102,7 @@ class Blame:
         so it sits out the next step, and more steps if it declines again.
         """
         seconds = self._declined.failed(now, member) if others else 0.0
-        self._put(PutAside(member, seconds, "takes no orders from this conductor", briefly=True))
+        self._put(Ban(member, seconds, "takes no orders from this conductor", briefly=True))
 
     def failed(self, now: float, member: str, why: str) -> None:
         """Count a failure that is certainly the member's own; several of them in one step ban the member."""
@@ -151,7 +151,7 @@ class Blame:
         self.note(f"trainer …{trainer[-8:]} {why}: it gets fewer microbatches")
         return often > 1
 
-    def _put(self, found: PutAside | None) -> None:
+    def _put(self, found: Ban | None) -> None:
         if found is not None:
             self.note(found.text())
             self.aside.append(found)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from peerd.core.messages.swarm import Mb
 from peerd.machine.averaging.moshpit import MoshpitGroup
 from peerd.machine.averaging.shares import NoSplit
-from peerd.machine.averaging.topology import GroupTopology, Ordered, OrderedGroup
+from peerd.machine.averaging.topology import GroupTopology, OrderedGroup, SumTopology
 from peerd.machine.averaging.work_split import Split
 from peerd.machine.batch.batches import Batches
 from peerd.machine.batch.ledger import Ledger
@@ -182,7 +182,7 @@ class GroupOrders:
         tasks = (_Task(one, {peer: own[peer] for peer in one.meeting.peers}, leader, last=last) for one in how.groups)
         return [self._attempt(order, task) for task in tasks]
 
-    def _planned(self, order: _Order, members: tuple[str, ...], *, anew: bool) -> Ordered:
+    def _planned(self, order: _Order, members: tuple[str, ...], *, anew: bool) -> SumTopology:
         how = self._grouping.order(order.stage, members, wide=order.close.wide)
         if how.news:
             self.note(how.news)

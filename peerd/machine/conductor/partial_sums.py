@@ -19,7 +19,7 @@ from peerd.machine.batch.ledger import Ledger
 from peerd.machine.swarm.roster import Roster
 
 
-class Stand(NamedTuple):
+class MemberState(NamedTuple):
     """Session and position of a member. If either changes, the member has lost its gradients and sums."""
 
     session: int
@@ -39,8 +39,8 @@ class PartialSum:
     contents: frozenset[Mb]
     count: int  # of microbatches, as often as each was summed: if it exceeds the contents, the sum is wrong
     kept: dict[str, bytes]
-    stands: dict[str, Stand]
-    bringers: tuple[tuple[str, Stand], ...]
+    stands: dict[str, MemberState]
+    bringers: tuple[tuple[str, MemberState], ...]
     digest: bytes
     parts: tuple[PartialSum, ...] = ()
     depth: int = 0  # number of rounds before the one that produced it
@@ -87,10 +87,10 @@ class PartialSums:
     def __bool__(self) -> bool:
         return bool(self.tops)
 
-    def stand(self, peer: str) -> Stand | None:
+    def stand(self, peer: str) -> MemberState | None:
         """Session and position of a member, or None if the peer is not a member of this stage."""
         entry = self._roster.entries.get(peer)
-        return Stand(entry.session, entry.position) if entry is not None and entry.stage == self._stage else None
+        return MemberState(entry.session, entry.position) if entry is not None and entry.stage == self._stage else None
 
     def members(self) -> dict[str, None]:
         """All members that store any of the sums or their parts."""

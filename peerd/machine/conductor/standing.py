@@ -26,7 +26,7 @@ _PAIR_FAILURES = 2  # attempts that two contradicting members spoil before one o
 
 
 @dataclass(frozen=True, slots=True)
-class PutAside:
+class Ban:
     """A temporary ban: for `seconds`, the peer's reports are ignored and it is in no round."""
 
     peer: str
@@ -56,7 +56,7 @@ class FailureRecord:
     def banned(self, peer: str, now: float) -> bool:
         return self._until.get(peer, now) > now
 
-    def failed(self, now: float, peer: str, why: str) -> PutAside | None:
+    def failed(self, now: float, peer: str, why: str) -> Ban | None:
         """Count a failure that is certainly the member's own. Returns a ban at the third in a step, else None."""
         self._failed[peer] += 1
         if self._failed[peer] < _FAILURES:
@@ -64,18 +64,18 @@ class FailureRecord:
         del self._failed[peer]
         return self.put_aside(now, peer, why)
 
-    def put_aside(self, now: float, peer: str, why: str) -> PutAside:
+    def put_aside(self, now: float, peer: str, why: str) -> Ban:
         """Ban the peer for a while, twice as long each time."""
         seconds: float = self._ban_s * 2 ** min(self._times[peer], _TIMES_MOST)
         self._times[peer] += 1
         if len(self._times) > MAX_MEMBERS:
             del self._times[next(iter(self._times))]
         self._until = {p: until for p, until in self._until.items() if until > now} | {peer: now + seconds}
-        return PutAside(peer, seconds, why)
+        return Ban(peer, seconds, why)
 
     def contradict(
         self, now: float, said: Iterable[tuple[str, str]], members: int, since: Callable[[str], float]
-    ) -> list[PutAside]:
+    ) -> list[Ban]:
         """Weigh accusations from an attempt of `members` members: pairs (accuser, peer that it could not reach).
 
         `since`: when a member joined its stage. Returns the bans that follow.
@@ -109,12 +109,12 @@ class FailureRecord:
         self._turns[peer] += 1
         self._waiting.add(peer)
         self._until[peer] = now + self._ban_s
-        return [PutAside(peer, self._ban_s, "contradicts others on which peers could be reached")]
+        return [Ban(peer, self._ban_s, "contradicts others on which peers could be reached")]
 
     def _weight(self, peer: str) -> int:
         return len(self._against.get(peer, ()))
 
-    def _found_out(self, now: float, peer: str) -> PutAside:
+    def _found_out(self, now: float, peer: str) -> Ban:
         """Ban the peer and forget its accusations; end the waits that were only due to these."""
         accusers = self._against.pop(peer, set())
         for other in list(self._against):

@@ -17,7 +17,7 @@ from peerd.core import limits
 from peerd.core.addr import decode_addr, ip_of, place_of, reach, split_peer, tcp_place
 from peerd.core.errors import ProtocolViolation
 from peerd.core.ids import PeerId
-from peerd.core.protobuf.autonat import DialMe, DialStatus
+from peerd.core.protobuf.autonat import DialRequest, DialStatus
 from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.rate.quota import Quota
 
@@ -54,7 +54,7 @@ class DialBacks:
     def under_way(self) -> int:
         return len(self._busy)
 
-    def begin(self, now: float, asker: Asker, question: DialMe) -> tuple[int, list[Multiaddr]] | DialBackRefusal:
+    def begin(self, now: float, asker: Asker, question: DialRequest) -> tuple[int, list[Multiaddr]] | DialBackRefusal:
         """Admit a request: return its number, which `end` needs, and the addresses to dial; or the refusal."""
         ip = ip_of(asker.remote)
         if question.peer not in (None, asker.peer):

@@ -34,7 +34,7 @@ from peerd.core.addr import (
 )
 from peerd.core.errors import ProtocolViolation
 from peerd.core.limits import HEARSAY_TARGET_PER_MINUTE
-from peerd.machine.budget.book import Book, Means, User
+from peerd.machine.budget.book import Book, Resource, User
 from peerd.machine.connectivity.happy_eyeballs import NetworkSurroundings
 from peerd.machine.rate.quota import Quota
 
@@ -125,14 +125,14 @@ class DialQuota:
         `teller`: the peer that reported the address, or NOBODY if it is unknown.
         """
         while self._begun and self._begun[0][0] <= now - _MINUTE_S:
-            self._book.give(Means.DIALS, self._begun.popleft()[1])
+            self._book.give(Resource.DIALS, self._begun.popleft()[1])
         ip = ip_of(addr)
         if ip is None or is_relayed(addr):
             return None  # the dial to the relay is counted separately
         target, user = self._names(addr, ip, teller)
         if self._targets.exceeded(now, (target,)) is not None:
             return f"{HEARSAY_TARGET_PER_MINUTE} dials to {target} within a minute did not reach the expected peer"
-        why = self._book.take(Means.DIALS, user)
+        why = self._book.take(Resource.DIALS, user)
         if why is not None:
             return f"too many dials of addresses reported by others: {why} within a minute"
         self._targets.count(now, (target,))
@@ -149,7 +149,7 @@ class DialQuota:
         latest = next((entry for entry in reversed(self._begun) if entry[1] == user), None)
         if latest is not None:
             self._begun.remove(latest)
-            self._book.give(Means.DIALS, user)
+            self._book.give(Resource.DIALS, user)
 
     def _names(self, addr: Multiaddr, ip: Ip, teller: User) -> tuple[str, User]:
         """The names that a dial is counted under: its target, and the reporter.

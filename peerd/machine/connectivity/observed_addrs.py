@@ -48,7 +48,7 @@ class ObservedView:
     port_observers: int = 0  # machines that see our external port
 
 
-class Observers:
+class AddrObservers:
     """The observations, by peer."""
 
     def __init__(self) -> None:

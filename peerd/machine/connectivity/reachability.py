@@ -23,7 +23,7 @@ from peerd.core.addr import ip_of, reach, tcp_addr, tcp_place
 from peerd.core.ids import PeerId
 from peerd.core.limits import ADDRS_PER_PEER, OBSERVERS
 from peerd.machine.connectivity.network_votes import network_of, votes
-from peerd.machine.connectivity.observed_addrs import ObservedAddr, Observers, version_of
+from peerd.machine.connectivity.observed_addrs import AddrObservers, ObservedAddr, version_of
 
 __all__ = ["AskDialBack", "Kind", "ObservedAddr", "Reachability", "ReachabilityConfig", "ReachabilityVerdict", "advice"]
 
@@ -102,7 +102,7 @@ class Reachability:
         self._config = config or ReachabilityConfig()
         self._own: tuple[Multiaddr, ...] = ()
         self._given: tuple[Multiaddr, ...] = ()
-        self._observers = Observers()
+        self._observers = AddrObservers()
         self._servers: dict[PeerId, _Server] = {}
         self._answers: dict[PeerId, _Answer] = {}  # the latest last
         self._epoch: tuple[object, object, object] = (), (), ()

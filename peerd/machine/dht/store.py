@@ -36,7 +36,7 @@ from peerd.core.limits import (
     DHT_SUFFIXES_PER_KEY,
 )
 from peerd.core.record import Record, Verifier
-from peerd.machine.budget.book import NEAR, Book, Bounds, Means, User
+from peerd.machine.budget.book import NEAR, Book, Bounds, Resource, User
 from peerd.machine.dht.routing_table import place
 
 _OVERHEAD_BYTES = 256  # memory of one record beyond its fields
@@ -100,7 +100,7 @@ class Store:
         self._verifier = verifier
         self._limits = limits or StoreLimits()
         whole = self._limits.bytes
-        self._book = book or Book({Means.DIRECTORY: Bounds(total=whole, peer=whole, place=whole, region=whole)})
+        self._book = book or Book({Resource.DIRECTORY: Bounds(total=whole, peer=whole, place=whole, region=whole)})
         self._shelves: dict[Key, _Shelf] = {}
         self._accounts: dict[PeerId, _Account] = {}
         self._bytes = 0
@@ -151,8 +151,8 @@ class Store:
         """Book a record, first brought by another peer, for the place from which its publisher now offers it."""
         users, size = self._shelves[record.key].users, _size(record)
         before = users[record.sub_key]
-        if before != user and self._book.take(Means.DIRECTORY, user, size) is None:
-            self._book.give(Means.DIRECTORY, before, size)
+        if before != user and self._book.take(Resource.DIRECTORY, user, size) is None:
+            self._book.give(Resource.DIRECTORY, before, size)
             users[record.sub_key] = user
 
     def get(self, wall: float, key: Key, most_bytes: int = 0) -> list[Record]:
@@ -230,7 +230,7 @@ class Store:
                 raise LocalError("a publisher's share of a shelf is miscounted or too much")
             if shelf.users.keys() != shelf.records.keys():
                 raise LocalError("a shelf lacks the origin of some records")
-        if self._book.used(Means.DIRECTORY) != self._bytes:
+        if self._book.used(Resource.DIRECTORY) != self._bytes:
             raise LocalError("the book and the store differ")
         for publisher, account in self._accounts.items():
             theirs = [record for record in records if record.publisher == publisher]
@@ -264,7 +264,7 @@ class Store:
             if not self._evict_beyond(distance):
                 return Verdict.FULL
         moves = held is not None and shelf.users[held.sub_key] != user
-        if self._book.objection(Means.DIRECTORY, user, _size(record) if moves else max(size, 0)) is not None:
+        if self._book.objection(Resource.DIRECTORY, user, _size(record) if moves else max(size, 0)) is not None:
             return Verdict.OVER_QUOTA
         for other in leaving:
             self._drop(other)
@@ -324,7 +324,7 @@ class Store:
             heapq.heappush(self._farthest, (-(place(record.key) ^ self._place), record.key))
         account = self._accounts.setdefault(record.publisher, _Account())
         size = _size(record)
-        if self._book.take(Means.DIRECTORY, user, size) is not None:
+        if self._book.take(Resource.DIRECTORY, user, size) is not None:
             raise LocalError("no room for an accepted record")
         shelf.records[record.sub_key] = record
         shelf.users[record.sub_key] = user
@@ -340,7 +340,7 @@ class Store:
     def _drop(self, record: Record) -> None:
         shelf, account, size = self._shelves[record.key], self._accounts[record.publisher], _size(record)
         del shelf.records[record.sub_key]
-        self._book.give(Means.DIRECTORY, shelf.users.pop(record.sub_key), size)
+        self._book.give(Resource.DIRECTORY, shelf.users.pop(record.sub_key), size)
         shelf.publishers[record.publisher] -= 1
         shelf.bytes_by[record.publisher] -= size
         if not shelf.publishers[record.publisher]:

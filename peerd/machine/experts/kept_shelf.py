@@ -17,7 +17,7 @@ from typing import Final
 
 from peerd.core.experts.grid import Uid
 from peerd.core.limits import KEPT_EXPERTS
-from peerd.core.messages.experts import Pointer
+from peerd.core.messages.experts import CheckpointRef
 
 _SPARES: Final = 2  # per expert and owner: if the newest holds NaN, the one before it may not
 _OWNERS: Final = 3  # per expert: the present one, the one before, and a liar
@@ -30,26 +30,26 @@ class KeptShelf:
         self.most_bytes = most_bytes
         self.bytes_held = 0
         self._own = own
-        self._kept: dict[bytes, Pointer] = {}  # by signature, oldest first: two owners may have had equal states
-        self._of: dict[Uid, list[Pointer]] = {}  # newest first
+        self._kept: dict[bytes, CheckpointRef] = {}  # by signature, oldest first: two owners may have had equal states
+        self._of: dict[Uid, list[CheckpointRef]] = {}  # newest first
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
-    def pointers(self) -> list[Pointer]:
+    def pointers(self) -> list[CheckpointRef]:
         """All checkpoints held, the newest of each expert first."""
         return [pointer for pointers in self._of.values() for pointer in pointers]
 
-    def by_digest(self, digest: bytes) -> Pointer | None:
+    def by_digest(self, digest: bytes) -> CheckpointRef | None:
         """A checkpoint with this digest, or None."""
         return next((pointer for pointer in self._kept.values() if pointer.digest == digest), None)
 
-    def of(self, uid: Uid) -> list[Pointer]:
+    def of(self, uid: Uid) -> list[CheckpointRef]:
         """Checkpoints of one expert, newest first."""
         return list(self._of.get(uid, ()))
 
-    def objection(self, pointer: Pointer) -> str | None:
+    def objection(self, pointer: CheckpointRef) -> str | None:
         """Reason that this checkpoint is rejected, or None if there is, or can be made, room for it."""
         uid, others = pointer.expert.uid, self._of.get(pointer.expert.uid, [])
         mine = [p for p in others if p.owner == pointer.owner]
@@ -68,7 +68,7 @@ class KeptShelf:
             return f"no room for {pointer.size_bytes} bytes"
         return None
 
-    def take(self, pointer: Pointer) -> list[Pointer]:
+    def take(self, pointer: CheckpointRef) -> list[CheckpointRef]:
         """Add a checkpoint to which there is no objection. Returns the checkpoints that were dropped for it."""
         self._kept[pointer.signature] = pointer
         mine = self._of.setdefault(pointer.expert.uid, [])
@@ -85,7 +85,7 @@ class KeptShelf:
                     gone.append(each)
         return gone
 
-    def drop(self, pointer: Pointer) -> None:
+    def drop(self, pointer: CheckpointRef) -> None:
         """Remove a checkpoint that is damaged, or was not written."""
         if self._kept.pop(pointer.signature, None) is not None:
             self.bytes_held -= pointer.size_bytes
@@ -112,16 +112,16 @@ class KeptShelf:
         assert all(count <= _SPARES for count in by_expert.values())
         assert all(count <= _OWNERS for count in Counter(uid for uid, _ in by_expert).values())
 
-    def _beyond_numbers(self, pointers: list[Pointer]) -> list[Pointer]:
+    def _beyond_numbers(self, pointers: list[CheckpointRef]) -> list[CheckpointRef]:
         """Those of one expert's checkpoints that exceed the number per owner, or the number of owners."""
-        gone, owners = list[Pointer](), dict[bytes, int]()
+        gone, owners = list[CheckpointRef](), dict[bytes, int]()
         for pointer in pointers:
             owners[pointer.owner] = owners.get(pointer.owner, 0) + 1
             if owners[pointer.owner] > _SPARES or list(owners).index(pointer.owner) >= _OWNERS:
                 gone.append(pointer)
         return gone
 
-    def _newest(self) -> Iterator[Pointer]:
+    def _newest(self) -> Iterator[CheckpointRef]:
         """The newest checkpoint of each expert and owner."""
         for pointers in self._of.values():
             owners = set[bytes]()
@@ -130,7 +130,7 @@ class KeptShelf:
                     owners.add(pointer.owner)
                     yield pointer
 
-    def _spares(self) -> list[Pointer]:
+    def _spares(self) -> list[CheckpointRef]:
         """All other checkpoints, oldest first."""
         newest = {pointer.signature for pointer in self._newest()}
         return [pointer for signature, pointer in self._kept.items() if signature not in newest]

@@ -14,7 +14,7 @@ from peerd.core.experts.grid import Grid, Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_PREFIXES_KEPT
 from peerd.machine.experts.host_rests import HostRests, RestsNow
-from peerd.machine.experts.prefix_cache import Claims, ToldClaim
+from peerd.machine.experts.prefix_cache import CachedClaim, Claims
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class LiveBits:
         self._grid, self._rests, self._linked = grid, rests, linked
         self._counted = BoundedDict[Uid, _Counted](EXPERT_PREFIXES_KEPT)
 
-    def owner(self, now: float, uid: Uid, told: Iterable[ToldClaim]) -> ToldClaim | None:
+    def owner(self, now: float, uid: Uid, told: Iterable[CachedClaim]) -> CachedClaim | None:
         """The highest claim to an expert whose host can be asked now, or None."""
         for claim in told:
             if not self._rests.rests(now, claim.host, uid) and not (claim.only_dials and not self._linked(claim.host)):

@@ -24,7 +24,7 @@ _AHEAD: Final = 0.5  # fraction of its age limit after which an entry in use is 
 
 
 @dataclass(frozen=True, slots=True)
-class ToldClaim:
+class CachedClaim:
     """A host's announcement that an expert, or something below a prefix, lives there. For a prefix, numbers are 0."""
 
     host: PeerId
@@ -39,12 +39,12 @@ class ToldClaim:
         return self.generation, self.host.raw
 
 
-Claims = Mapping[int, tuple[ToldClaim, ...]]  # by coordinate, the owner first, then by rank
+Claims = Mapping[int, tuple[CachedClaim, ...]]  # by coordinate, the owner first, then by rank
 _NOTHING: Final[Claims] = MappingProxyType({})
 
 
 def ranked(
-    claims: Iterable[tuple[int, ToldClaim]],
+    claims: Iterable[tuple[int, CachedClaim]],
     resting: Set[bytes] = frozenset(),
     owners: Mapping[int, PeerId] = MappingProxyType({}),
 ) -> Claims:
@@ -52,10 +52,10 @@ def ranked(
 
     So a few liars that claim the highest generation do not hide other hosts for long.
     """
-    found = dict[int, list[ToldClaim]]()
+    found = dict[int, list[CachedClaim]]()
     for coordinate, claim in claims:
         found.setdefault(coordinate, []).append(claim)
-    kept = dict[int, tuple[ToldClaim, ...]]()
+    kept = dict[int, tuple[CachedClaim, ...]]()
     for coordinate, told in sorted(found.items()):
         owner = owners.get(coordinate)
         told.sort(key=lambda claim: (claim.host == owner, claim.host.raw not in resting, claim.rank), reverse=True)

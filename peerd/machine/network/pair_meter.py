@@ -35,7 +35,7 @@ _RTT_S_MIN: Final = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class LinkLook:
+class LinkSnapshot:
     """Snapshot of the links to one peer; bytes are counted since the links opened."""
 
     bytes_out: int
@@ -106,10 +106,10 @@ class PairMeter:
 
     def __init__(self) -> None:
         self._pairs = BoundedDict[str, _Pair](NETWORK_PEERS)
-        self._before: dict[str, LinkLook] = {}
+        self._before: dict[str, LinkSnapshot] = {}
         self._looked_at = -math.inf
 
-    def look(self, now: float, links: Mapping[str, LinkLook], line: OwnLine) -> None:
+    def look(self, now: float, links: Mapping[str, LinkSnapshot], line: OwnLine) -> None:
         """Process a snapshot of all open links, by peer."""
         seconds, before = now - self._looked_at, self._before
         self._before, self._looked_at = dict(links), now

@@ -3,9 +3,10 @@
 Anybody can create an identity, announce an expert in any generation and sign a checkpoint of it. So an owner counts
 only as a link of a chain. A peer that knows the owner of an expert follows
 
-* the host to which that owner handed it, by its signature (`Pointer.heir`), unless the owner has made updates since;
+* the host to which that owner handed it, by its signature (`CheckpointRef.heir`), unless the owner has made updates
+since;
 * once the owner's claim is gone, or was not renewed for longer than a period: a host that claims the next generation,
-  and whose checkpoint continues from one that a known owner signed (`Former`). Its claim comes before its checkpoint,
+  and whose checkpoint continues from one that a known owner signed (`PreviousOwner`). Its claim comes before its checkpoint,
   so others wait for the checkpoint, for a while (`turns`). If no checkpoint of a known owner was left for a period, no
   link is needed. A host that made its claim while the owner still renewed its own is skipped, unless holders vouch for
   it;
@@ -35,7 +36,7 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERTS_SEEN
-from peerd.core.messages.experts import Former, Pointer
+from peerd.core.messages.experts import CheckpointRef, PreviousOwner
 from peerd.machine.experts.custody import SeenClaim
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy, OwnerTree, Seat
 from peerd.machine.owners.rivals import RivalWatch
@@ -97,7 +98,7 @@ class ExpertLineages:
         known = self._known.get(uid)
         return (known.reign, *known.trail) if known is not None else ()
 
-    def found(self, pointer: Pointer) -> None:
+    def found(self, pointer: CheckpointRef) -> None:
         """Record a checkpoint that this peer held before it started; its owner may be gone by now."""
         uid, reign = pointer.expert.uid, ExpertReign(pointer.generation, pointer.peer)
         if uid not in self._known or self._known[uid].reign < reign:
@@ -110,7 +111,7 @@ class ExpertLineages:
         if known is None or now > known.since + _REMEMBERED * self._announce_s:
             self._known[uid] = _Known(reign, None, now)
 
-    def took(self, now: float, uid: Uid, generation: int, former: Former | None) -> None:
+    def took(self, now: float, uid: Uid, generation: int, former: PreviousOwner | None) -> None:
         """Record that this peer hosts an expert from now on. `former`: the checkpoint from which it continued."""
         known, trail = self._known.get(uid), list[ExpertReign]()
         if former is not None:

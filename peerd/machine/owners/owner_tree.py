@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from peerd.core.ids import PeerId
-from peerd.core.messages.experts import Pointer
+from peerd.core.messages.experts import CheckpointRef
 from peerd.machine.experts.custody import SeenClaim
 
 _DEPTH: Final = 16  # owners of a chain that are considered
@@ -31,7 +31,7 @@ class ExpertReign(NamedTuple):
 class KeptCopy:
     """A checkpoint, and the peers that claim to hold it."""
 
-    pointer: Pointer
+    pointer: CheckpointRef
     holders: list[PeerId] = field(default_factory=list)
 
     @property

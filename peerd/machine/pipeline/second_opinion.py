@@ -4,7 +4,7 @@ A peer that has a finite input but no finite result reports this under its own n
 is one, then computes the microbatch as well. If its result is finite, the first peer is at fault; if not, the two
 agree. They count as two only if two different peers sent them the input, because one peer can make any number of
 successors fail. If no other peer can be asked, the report of one peer is a *lone* report. It counts for that
-microbatch, and a trainer accepts a bounded number of them per step (`LoneWords`); beyond that, the peer is treated as
+microbatch, and a trainer accepts a bounded number of them per step (`LoneReports`); beyond that, the peer is treated as
 failing. Pure bookkeeping. Hostile input: any peer may report this of any microbatch that it gets.
 """
 
@@ -61,7 +61,7 @@ class SecondOpinion:
         return len(brought) >= _ASKED and (len(set(brought)) > 1 or not brought[0])
 
 
-class LoneWords:
+class LoneReports:
     """The lone reports that one trainer has accepted in the current step; `microbatches`: the size of a batch."""
 
     def __init__(self, microbatches: int) -> None:

@@ -15,7 +15,7 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import Overloaded, PeerdError, Refused
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.limits import MICROBATCHES
-from peerd.core.messages.handover import Pass
+from peerd.core.messages.handover import PassRequest
 from peerd.core.messages.microbatches import Mb
 from peerd.core.messages.proof import is_ticket_of
 
@@ -29,7 +29,7 @@ class Tickets:
         self._run, self._own, self._stage, self._stages = run, own, stage, stages
         self._newest = BoundedDict[tuple[int, Mb], int](2 * MICROBATCHES)  # latest attempt, by step and microbatch
 
-    def objection(self, caller: str, body: Pass, before: Collection[str]) -> PeerdError | None:
+    def objection(self, caller: str, body: PassRequest, before: Collection[str]) -> PeerdError | None:
         """Reason to refuse `body` from `caller`, or None if it is valid. `before`: the peers of the previous stage."""
         ticket, stage = body.ticket, self._stage
         if ticket.last >= self._stages:
@@ -54,7 +54,7 @@ class Tickets:
         is_signed = is_ticket_of(PeerId.parse(body.trainer), self._run, ticket)
         return None if is_signed else Refused("the ticket is not signed by its trainer").as_unproven()
 
-    def begin(self, body: Pass) -> None:
+    def begin(self, body: PassRequest) -> None:
         """Record an attempt after it was checked. Raises Refused if a later attempt began while its frames arrived."""
         if self._is_overtaken(body):
             raise _overtaken()
@@ -65,7 +65,7 @@ class Tickets:
         for key in [key for key in self._newest if key[0] < step]:
             del self._newest[key]
 
-    def _is_overtaken(self, body: Pass) -> bool:
+    def _is_overtaken(self, body: PassRequest) -> bool:
         return body.ticket.attempt < self._newest.get((body.ticket.step, _mb_of(body)), 0)
 
 
@@ -73,5 +73,5 @@ def _overtaken() -> Refused:
     return Refused("a later attempt of this microbatch is under way")
 
 
-def _mb_of(body: Pass) -> Mb:
+def _mb_of(body: PassRequest) -> Mb:
     return Mb(body.trainer, body.ticket.seq)

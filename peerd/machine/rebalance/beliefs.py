@@ -53,7 +53,7 @@ class _Step:
     stated: Mapping[str, float]
 
 
-class Beliefs:
+class EstimatedRates:
     """Estimated rates of one run's posts. `work`: relative cost of a microbatch in each stage."""
 
     def __init__(self, work: Sequence[float]) -> None:

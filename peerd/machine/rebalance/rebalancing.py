@@ -1,8 +1,8 @@
 """Rebalancing of a run by its conductor: estimates posts' rates from their claims and the batches, and orders moves.
 
-After each step it combines the posts that the roster has (`RosterEntry`), the loads that they claim (`Beliefs`) and the
-moves that follow (`OrderedMoves`). Loads are also estimated if moves are disabled, since newcomers join where they help
-most.
+After each step it combines the posts that the roster has (`RosterEntry`), the loads that they claim (`EstimatedRates`)
+and the moves that follow (`OrderedMoves`). Loads are also estimated if moves are disabled, since newcomers join where
+they help most.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Final
 
 from peerd.core.messages.swarm import PostLoad
-from peerd.machine.rebalance.beliefs import Beliefs
+from peerd.machine.rebalance.beliefs import EstimatedRates
 from peerd.machine.rebalance.loads import PeerLoad, Transfer
 from peerd.machine.rebalance.ordered_moves import OrderedMoves, PostView, told
 from peerd.machine.rebalance.rebalancer import RebalanceConfig
@@ -29,7 +29,7 @@ class Rebalancing:
         self, config: RebalanceConfig, roster: Roster, own: str, *, moves: bool, rests: Container[str] = ()
     ) -> None:
         self._roster, self._orders_moves = roster, moves and len(config.work) > 1
-        self._beliefs, self._rests = Beliefs(config.work), rests
+        self._beliefs, self._rests = EstimatedRates(config.work), rests
         self._moves = OrderedMoves(config, peer_of(own))
         self._wished_for: dict[Transfer, str] = {}  # planned moves, each with the reason
         self._step_at: float | None = None  # when the last step was made

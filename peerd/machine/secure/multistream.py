@@ -1,9 +1,9 @@
 """multistream-select: agreement on the protocol of a stream, by lines of text in both directions.
 
-`Proposal` is the opener's side and optimistic: its hello may be sent together with the first data. `ProtocolSelector`
-is the accepting side; its header is sent before anything is received. Neither keeps application data: the bytes after
-the last line are returned. Hostile input: endless lines, padding, missing newlines, endless proposals, an answer to
-another proposal. Source: https://github.com/multiformats/multistream-select
+`Proposal` is the opener's side and optimistic: its hello may be sent together with the first data.
+`MultistreamSelector` is the accepting side; its header is sent before anything is received. Neither keeps application
+data: the bytes after the last line are returned. Hostile input: endless lines, padding, missing newlines, endless
+proposals, an answer to another proposal. Source: https://github.com/multiformats/multistream-select
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _name(line: bytes) -> str:
         raise ProtocolViolation("a protocol name is not UTF-8") from None
 
 
-class ProtocolSelector:
+class MultistreamSelector:
     """The accepting side: chooses the first proposal that it supports."""
 
     __slots__ = ("_buffer", "_deaf", "_greeted", "_left", "_speaks")

@@ -102,7 +102,7 @@ class Download:
         if flight is not None and not isinstance(event, dl.Arrived):
             self._lost(flight)
         match event:
-            case dl.Vouched(_, claim):
+            case dl.ClaimReceived(_, claim):
                 self._vouched(donor, claim)
             case dl.Arrived():
                 self._arrived(now, piece, flight, out)

@@ -24,7 +24,7 @@ class PartialState:
 
 
 @dataclass(frozen=True, slots=True)
-class Vouched:
+class ClaimReceived:
     """The answer to a MANIFEST request."""
 
     ask: int
@@ -56,7 +56,7 @@ class DonorFailed:
     retry_after_s: float | None = None
 
 
-Event = Vouched | Arrived | Wrong | DonorFailed
+Event = ClaimReceived | Arrived | Wrong | DonorFailed
 
 
 # --- outputs -----------------------------------------------------------------------------------------------------

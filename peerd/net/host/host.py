@@ -39,7 +39,7 @@ from peerd.net.host.failover import Failover
 from peerd.net.host.identify import PeerInfo
 from peerd.net.host.identify_service import IdentifyService
 from peerd.net.host.inbound import InboundGate
-from peerd.net.host.link_table import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent, PeerTold, PeerUp
+from peerd.net.host.link_table import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent, PeerUp
 from peerd.net.link.config import LinkConfig
 from peerd.net.link.link import Buffers, Link, Stream
 from peerd.net.link.rails import OFFERS, attach_rail, is_rail, secure_rail
@@ -47,7 +47,7 @@ from peerd.net.link.unread import Unread
 from peerd.net.link.upgrade import UpgradedLink, recognise, upgrade
 from peerd.net.transport import RawLink, Transport, close_surely
 
-__all__ = ["Host", "HostConfig", "HostTraffic", "PeerDown", "PeerInfo", "PeerTold", "PeerUp"]
+__all__ = ["Host", "HostConfig", "HostTraffic", "PeerDown", "PeerIdentified", "PeerInfo", "PeerUp"]
 
 _log = logging.getLogger("peerd.net")
 Handler = Callable[[Stream], Awaitable[None]]

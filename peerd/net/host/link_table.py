@@ -22,7 +22,7 @@ import trio
 
 from peerd.core import limits
 from peerd.core.ids import PeerId
-from peerd.machine.budget.book import EVERYBODY, REGION, Book, Means, User
+from peerd.machine.budget.book import EVERYBODY, REGION, Book, Resource, User
 from peerd.machine.connectivity.dial_quota import blocks_of
 from peerd.machine.connectivity.path_selection import Path, PathKind, choose
 from peerd.net.faults import Faults
@@ -49,14 +49,14 @@ class PeerDown:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerTold:
+class PeerIdentified:
     """Event: an identify message of a connected peer arrived on `link`; `Host.info` returns its content."""
 
     peer: PeerId
     link: StreamOwner
 
 
-PeerEvent = PeerUp | PeerDown | PeerTold
+PeerEvent = PeerUp | PeerDown | PeerIdentified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,25 +244,25 @@ class Links:
         while (scope := self._full_scope(user)) is not None:
             link = self._to_give_way(user, scope)
             if link is None:
-                why = self._book.objection(Means.LINKS, user)
+                why = self._book.objection(Resource.LINKS, user)
                 return why or f"all together have {len(self._booked)}"
             self._end_for_room(link)
         return None
 
     def _full_scope(self, user: User) -> int | None:
         full = len(self._booked) >= self._bounds.inbound or len(self._all) - len(self._cut) >= self._bounds.total
-        return EVERYBODY if full else self._book.scope(Means.LINKS, user)
+        return EVERYBODY if full else self._book.scope(Resource.LINKS, user)
 
     def _to_give_way(self, user: User, scope: int) -> Link | None:
-        own = self._book.fullness(Means.LINKS, user)
+        own = self._book.fullness(Resource.LINKS, user)
 
         def worth(link: Link) -> tuple[bool, int, int, bool, int, float]:
-            strange, region, place, peer = self._book.fullness(Means.LINKS, link.user)
+            strange, region, place, peer = self._book.fullness(Resource.LINKS, link.user)
             idle = self._is_idle(link)
             return strange, region, place, idle, peer, -link.idle_since if idle else link.opened_at
 
         def may(link: Link) -> bool:
-            strange, region, place, _ = self._book.fullness(Means.LINKS, link.user)
+            strange, region, place, _ = self._book.fullness(Resource.LINKS, link.user)
             if strange < own[0]:
                 return False
             if scope < REGION or self._is_idle(link) or strange > own[0]:
@@ -287,11 +287,11 @@ class Links:
     def _give_back(self, link: Link) -> None:
         user = self._booked.pop(link, None)
         if user is not None:
-            self._book.give(Means.LINKS, user)
+            self._book.give(Resource.LINKS, user)
 
     def add(self, link: Link) -> None:
         """Add an authenticated link, after `make_room`. If its peer has too many, ends the oldest except the best."""
-        if not link.initiator and self._book.take(Means.LINKS, link.user) is None:
+        if not link.initiator and self._book.take(Resource.LINKS, link.user) is None:
             self._booked[link] = link.user
         mine = self._usable.setdefault(link.peer, [])
         mine.append(link)
@@ -331,7 +331,7 @@ class Links:
     def told(self, link: StreamOwner) -> None:
         """Notify watchers that the peer's identify message arrived on `link`."""
         if link.peer in self._usable:
-            self._tell(PeerTold(link.peer, link))
+            self._tell(PeerIdentified(link.peer, link))
 
     @contextmanager
     def watch(self, *, told: bool = False) -> Iterator[trio.MemoryReceiveChannel[PeerEvent]]:
@@ -351,7 +351,7 @@ class Links:
 
     def _tell(self, event: PeerEvent) -> None:
         for watcher, told in self._watchers.values():
-            if isinstance(event, PeerTold) and not told:
+            if isinstance(event, PeerIdentified) and not told:
                 continue
             try:
                 watcher.send_nowait(event)

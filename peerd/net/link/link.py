@@ -19,7 +19,7 @@ from multiaddr import Multiaddr
 
 from peerd.core.errors import ProtocolViolation, Unreachable
 from peerd.core.ids import PeerId
-from peerd.machine.budget.book import Book, Means, user_at
+from peerd.machine.budget.book import Book, Resource, user_at
 from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.mux.frames import GONE_NORMAL, GONE_PROTOCOL, Changed, Dead, Event, GoneAway, Opened
 from peerd.machine.mux.session import YamuxSession
@@ -27,7 +27,7 @@ from peerd.machine.mux.silence import Silence
 from peerd.machine.mux.stream import WindowBudget, YamuxStream
 from peerd.machine.mux.striping import PROTOCOL as RAIL
 from peerd.machine.mux.striping import StripedLane
-from peerd.machine.secure.multistream import HEADER, Proposal, ProtocolSelector, hello
+from peerd.machine.secure.multistream import HEADER, MultistreamSelector, Proposal, hello
 from peerd.net.faults import Faults
 from peerd.net.link.config import LinkConfig
 from peerd.net.link.rails import Rails
@@ -318,7 +318,7 @@ class Link:
         if stream in self.streams:
             del self.streams[stream]
             if stream.mux.inbound:
-                self.owner.book.give(Means.STREAMS, self.user)
+                self.owner.book.give(Resource.STREAMS, self.user)
 
     # --- tasks ---------------------------------------------------------------------------------------------
 
@@ -401,10 +401,10 @@ class Link:
 
     def _greet(self, mux: YamuxStream) -> None:
         """Accept an incoming stream: send our multistream header at once, as other libp2p implementations expect."""
-        if mux.was_reset or self.owner.book.take(Means.STREAMS, self.user) is not None:
+        if mux.was_reset or self.owner.book.take(Resource.STREAMS, self.user) is not None:
             self.mux.reset(mux)  # already reset by the peer, so no handler will do it; or above the peer's limit
             return
-        stream = Stream(self, mux, "", ProtocolSelector(self.owner.speaks))
+        stream = Stream(self, mux, "", MultistreamSelector(self.owner.speaks))
         mux.owner = stream
         self.streams[stream] = None
         self.mux.write(mux, HEADER)

@@ -19,7 +19,7 @@ from peerd.machine.budget.book import User
 from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.mux.session import YamuxSession
 from peerd.machine.mux.stream import YamuxStream
-from peerd.machine.secure.multistream import Proposal, ProtocolSelector
+from peerd.machine.secure.multistream import MultistreamSelector, Proposal
 
 _COPY_BYTES = 64 * 1024  # about a frame: smaller sends are copied; larger ones wait until at most this much is left
 _RECEIVE_BYTES = 256 * 1024  # maximum of one receive: larger blocks make the allocator call the system
@@ -79,12 +79,12 @@ class Stream:
     )
 
     def __init__(
-        self, link: StreamOwner, mux: YamuxStream, protocol: str, negotiation: Proposal | ProtocolSelector
+        self, link: StreamOwner, mux: YamuxStream, protocol: str, negotiation: Proposal | MultistreamSelector
     ) -> None:
         self.protocol = protocol
         self.opened_at = trio.current_time()
         self._link, self._mux = link, mux
-        self._negotiation: Proposal | ProtocolSelector | None = negotiation
+        self._negotiation: Proposal | MultistreamSelector | None = negotiation
         self._ended: str | None = None  # why the stream has ended
         self._refused = False  # the reason is the peer's refusal of the protocol
         self._readable: trio.Event | None = None
@@ -372,7 +372,7 @@ class Stream:
         if self._readable is not None:
             self._readable.set()
 
-    def _negotiate(self, negotiation: Proposal | ProtocolSelector) -> None:
+    def _negotiate(self, negotiation: Proposal | MultistreamSelector) -> None:
         mux = self._mux
         data = mux.take(mux.inbox_bytes)
         if isinstance(negotiation, Proposal):
@@ -392,7 +392,7 @@ class Stream:
         if rest is not None:
             self._negotiation = None
             mux.give_back(rest)
-            if isinstance(negotiation, ProtocolSelector):
+            if isinstance(negotiation, MultistreamSelector):
                 self._link.agreed(self)
         elif mux.fin_received and not mux.was_reset:
             self.end("the peer closed the stream before a protocol was agreed")

@@ -15,7 +15,7 @@ from peerd.core.errors import ProtocolViolation, Refused, Unreachable
 from peerd.core.ids import PeerId
 from peerd.machine.mux.frames import PROTOCOL as YAMUX
 from peerd.machine.secure import noise
-from peerd.machine.secure.multistream import HEADER, Proposal, ProtocolSelector
+from peerd.machine.secure.multistream import HEADER, MultistreamSelector, Proposal
 from peerd.net.link.cpu import has_aes
 from peerd.net.transport import RawLink
 
@@ -87,7 +87,7 @@ async def _handshake(raw: RawLink, handshake: noise.NoiseHandshake) -> tuple[noi
         rest = await _propose(raw, handshake)
     else:
         await raw.send_all(HEADER)
-        selector = ProtocolSelector(noise.PROTOCOL.__eq__)
+        selector = MultistreamSelector(noise.PROTOCOL.__eq__)
         chosen = None
         while chosen is None:
             answer, chosen, rest = selector.feed(await _receive(raw))
@@ -143,7 +143,7 @@ async def _negotiate_muxer(
             rest = proposal.feed(await receive())
     else:
         await send(HEADER)
-        selector = ProtocolSelector(YAMUX.__eq__)
+        selector = MultistreamSelector(YAMUX.__eq__)
         chosen, rest = None, b""
         while chosen is None:
             answer, chosen, rest = selector.feed(await receive())

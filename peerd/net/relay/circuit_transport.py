@@ -45,7 +45,7 @@ from peerd.core.protobuf.circuit import (
     HopKind,
     HopMessage,
     Limit,
-    Promise,
+    ReservationMessage,
     Status,
     StopKind,
     StopMessage,
@@ -134,7 +134,7 @@ class Circuits:
     def _is_over(self, held: Reservation) -> bool:
         return held.expires_at <= self._clock.now() or self._host.links.direct(held.relay) is None
 
-    def _believe(self, link: Link, promise: Promise, limit: Limit | None) -> Reservation:
+    def _believe(self, link: Link, promise: ReservationMessage, limit: Limit | None) -> Reservation:
         relay, me = link.peer, self._host.id
         if promise.voucher:
             try:
@@ -149,7 +149,7 @@ class Circuits:
             raise Refused("the relay has no address at which others can reach it", relay)
         return Reservation(relay, addrs, self._clock.now() + lasts_s, limit)
 
-    def _relay_addrs(self, link: Link, promise: Promise) -> tuple[Multiaddr, ...]:
+    def _relay_addrs(self, link: Link, promise: ReservationMessage) -> tuple[Multiaddr, ...]:
         """This peer's circuit addresses through a relay: from the address that was dialed, which is known to work, and
         from the relay's own list; if there are none, from the address book.
 

@@ -23,7 +23,7 @@ import trio
 from multiaddr import Multiaddr
 
 from peerd.core.run.runfile import BYTES_PER_MBIT, LimitsSection
-from peerd.core.work import ReadInTurn, read_at_once
+from peerd.core.work import RateLimitedRead, read_at_once
 from peerd.machine.budget.book import user_at
 from peerd.machine.rate.limiter import SLACK_S, Account, Flow, Limiter, Rank
 from peerd.net.tcp.tcp_transport import TcpLink, TcpTransport
@@ -52,7 +52,7 @@ class LimitedLine:
             return TcpTransport()
         return TcpTransport(lambda sock, remote, lent: RateLimitedLink(sock, remote, lent, up, down))
 
-    def reads(self) -> ReadInTurn:
+    def reads(self) -> RateLimitedRead:
         """A rate-limited read for threads that use a library's own connections. Call this in the event loop.
 
         The overhead beside the payload is estimated. The sender slows down as for any slow reader.

@@ -38,8 +38,8 @@ from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.service.averaging.open_round import (
     OpenRound,
     PartGate,
-    Places,
-    Returns,
+    SumBuffers,
+    SumReplies,
     as_others_see_it,
     encoded,
     version_of,
@@ -318,7 +318,7 @@ class AllReduceService:
 
     async def _receive_sums(self, state: OpenRound, way: _Way) -> None:
         share, gate, call = way
-        call.place = Places(state, share, self._parts_memory)
+        call.place = SumBuffers(state, share, self._parts_memory)
         call.be_patient()
         with self._blaming(state, share[0].owner):
             for part in share:
@@ -351,7 +351,7 @@ class AllReduceService:
         parts.place = self._parts_memory.rooms
         state.evenly.begin(sender)
         try:
-            with state.on_call(parts), Returns(state, parts) as returns, returns.scope:
+            with state.on_call(parts), SumReplies(state, parts) as returns, returns.scope:
                 with self._accusing(state, sender):
                     while (message := await parts.receive(AverageKey)) is not None:
                         if message.body.attempt != call.body.attempt:

@@ -46,7 +46,7 @@ class OpenRound:
     unsummed: int = field(init=False)  # number of our own parts without a sum
     answers: dict[int, Encoded] = field(default_factory=dict)  # encoded sums of our own parts
     owed: dict[int, int] = field(default_factory=dict)  # number of members that have not received this answer yet
-    returns: list[Returns] = field(default_factory=list)  # one for each member that requests sums
+    returns: list[SumReplies] = field(default_factory=list)  # one for each member that requests sums
     over: trio.Event = field(default_factory=trio.Event)  # done or failed
     doubt: tuple[float, str, str] | None = None  # since when, which peer, why
     came: dict[str, int] = field(default_factory=dict)  # payload bytes from each other peer, at the last check
@@ -123,7 +123,7 @@ class OpenRound:
             del self.answers[index]
 
 
-class Returns:
+class SumReplies:
     """The sums that one member has requested. They are sent in the order of its requests, each as soon as it is ready.
 
     No task waits in between: the task that computes a sum queues it on every call. Sums that a call has no room for
@@ -136,7 +136,7 @@ class Returns:
         self._left = Signal()
         self.scope = trio.CancelScope()  # cancelled if a requested sum will never be made
 
-    def __enter__(self) -> Returns:
+    def __enter__(self) -> SumReplies:
         self._state.returns.append(self)
         self._parts.on_room(self.let_go)
         return self
@@ -189,7 +189,7 @@ class PartGate:
                     opened.set()
 
 
-class Places:
+class SumBuffers:
     """Destinations for the sums of a share: a plain sum is received straight into the result."""
 
     def __init__(self, state: OpenRound, share: list[Part], memory: VectorMemory) -> None:

@@ -22,7 +22,7 @@ from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.duty import Duty
 from peerd.service.conductor.machine_driver import MachineDriver
-from peerd.service.conductor.network_desk import NetworkDesk
+from peerd.service.conductor.network_desk import NetworkMapServer
 from peerd.service.conductor.orders import ConductingConfig, Orders
 from peerd.service.conductor.reports import Reports
 from peerd.service.conductor.rivals import Rivals
@@ -64,7 +64,7 @@ class ConductorServer:
         self._reports = Reports(config.fingerprint, rpc, following, self._duty, self._driver)
         self._clock, self._microbatches = clock, config.conductor.microbatches
         self._replanning: Replanner | None = None
-        self._network = NetworkDesk(config.fingerprint, rpc, self._driver)
+        self._network = NetworkMapServer(config.fingerprint, rpc, self._driver)
 
     def _sends(self, peer: str) -> bool:
         """True while any bytes arrive from the peer."""

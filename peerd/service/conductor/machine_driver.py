@@ -28,7 +28,7 @@ from peerd.machine.swarm.events import (
     TrainerGone,
 )
 from peerd.machine.swarm.posts import peer_of, short
-from peerd.service.conductor.orders import Orders, Reign
+from peerd.service.conductor.orders import OrderContext, Orders
 from peerd.service.conductor.tenure import Tenure
 from peerd.service.conductor.waiting_reports import WaitingReports
 from peerd.signals import Signal
@@ -125,7 +125,9 @@ class MachineDriver:
 
     def _order(self, tenure: Tenure, outputs: list[Output]) -> None:
         assert self.nursery is not None
-        reign = Reign(tenure.term, tenure.step, lambda event: self.feed(event) if self.tenure is tenure else None)
+        reign = OrderContext(
+            tenure.term, tenure.step, lambda event: self.feed(event) if self.tenure is tenure else None
+        )
         prepares, moves = list[SendPrepare](), list[SendMove]()
         for output in outputs:
             match output:
@@ -145,7 +147,7 @@ class MachineDriver:
         if moves:
             self.nursery.start_soon(self._move_all, moves, reign, name="conductor orders moves")
 
-    async def _move_all(self, moves: list[SendMove], reign: Reign) -> None:
+    async def _move_all(self, moves: list[SendMove], reign: OrderContext) -> None:
         """Start the calls of these orders, 128 in each turn: starting a thousand tasks takes milliseconds."""
         assert self.nursery is not None
         for at, order in enumerate(moves, 1):

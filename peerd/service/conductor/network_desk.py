@@ -19,7 +19,7 @@ from peerd.core.bounded_dict import BoundedDict
 from peerd.core.errors import NOT_CONDUCTING, OTHER_RUN_FILE, Overloaded, Refused
 from peerd.core.limits import MEMBERS, NETWORK_PART_PAIRS
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.network import MappedPair, NetworkMapAsk, NetworkPart, NetworkReport
+from peerd.core.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport
 from peerd.machine.network.landmarks import FilledNetwork
 from peerd.machine.network.network_map import PairView
 from peerd.machine.rpc.declaration import Declaration, Shows
@@ -53,7 +53,7 @@ class _Outline:
     filled: FilledNetwork | None
 
 
-class NetworkDesk:
+class NetworkMapServer:
     """Serves `network/1` while this peer conducts. `run`: the run's fingerprint."""
 
     def __init__(self, run: bytes, rpc: Rpc, driver: MachineDriver) -> None:
@@ -64,7 +64,7 @@ class NetworkDesk:
     def serve(self) -> None:
         """Answer calls from now on."""
         self._rpc.serve(_REPORT, NetworkReport, self._report, declared=DECLARED[_REPORT])
-        self._rpc.serve(_MAP, NetworkMapAsk, self._map, declared=DECLARED[_MAP])
+        self._rpc.serve(_MAP, NetworkMapRequest, self._map, declared=DECLARED[_MAP])
 
     def unserve(self) -> None:
         """Stop answering calls."""
@@ -94,7 +94,7 @@ class NetworkDesk:
         tenure.take_figures(teller, (one for one in call.body.pairs if one.peer in known))
         return Answer(Empty())
 
-    async def _map(self, call: Incoming[NetworkMapAsk]) -> Answer[NetworkPart]:
+    async def _map(self, call: Incoming[NetworkMapRequest]) -> Answer[NetworkPart]:
         tenure, body = self._tenure(call.body.run), call.body
         outline = self._outline_of(tenure)
         begin = bisect.bisect_right(outline.pairs, (body.one, body.other))

@@ -1,8 +1,8 @@
 """A conductor's calls to stage peers: average in an attempt, commit, restore, move to another stage.
 
-The orders come from `machine/conductor/conductor`. Each order ends with one event, which is passed to `Reign.tell`; a
-transfer that is accepted has no event. Makes no decisions. Every call has a deadline. Hostile answers: the machine
-receives each answer as a claim of the member that sent it.
+The orders come from `machine/conductor/conductor`. Each order ends with one event, which is passed to
+`OrderContext.tell`; a transfer that is accepted has no event. Makes no decisions. Every call has a deadline. Hostile
+answers: the machine receives each answer as a claim of the member that sent it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ConductingConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Reign:
+class OrderContext:
     """The context of orders: their term, their step, and `tell`, which receives the event that ends each order."""
 
     term: int
@@ -80,7 +80,7 @@ class Orders:
         self.solver: Worker | None = None  # None: rate limits between pairs of peers are ignored
         self._attempts: dict[bytes, trio.CancelScope] = {}
 
-    def begin(self, nursery: trio.Nursery, orders: list[SendPrepare], reign: Reign) -> None:
+    def begin(self, nursery: trio.Nursery, orders: list[SendPrepare], reign: OrderContext) -> None:
         """Start these attempts: order all their peers to average."""
         attempts: dict[bytes, list[SendPrepare]] = {}
         for order in orders:
@@ -99,7 +99,7 @@ class Orders:
         for attempt in list(self._attempts):
             self.cancel(attempt)
 
-    async def _run_attempt(self, orders: list[SendPrepare], reign: Reign, scope: trio.CancelScope) -> None:
+    async def _run_attempt(self, orders: list[SendPrepare], reign: OrderContext, scope: trio.CancelScope) -> None:
         with scope:
             split = await self._divided(orders[0].split)  # the same for all orders
             orders = [order for order in (replace(order, split=split) for order in orders) if order.takes_part]
@@ -121,7 +121,7 @@ class Orders:
         # The first split has only the peers that the conductor has chosen, so another one must not add any.
         return solved if {p.peer for p in solved.parties} <= {p.peer for p in split.parties} else split
 
-    async def _prepare(self, order: SendPrepare, reign: Reign) -> None:
+    async def _prepare(self, order: SendPrepare, reign: OrderContext) -> None:
         """Order one member to average."""
         config, split = self._config, order.split
         body = Prepare(
@@ -164,7 +164,7 @@ class Orders:
             end = PrepareEnded(order.peer, order.attempt, False, declines=isinstance(error, Refused))
         reign.tell(end)
 
-    async def move(self, order: SendMove, reign: Reign) -> None:
+    async def move(self, order: SendMove, reign: OrderContext) -> None:
         """Order one member to commit or restore."""
         position, kind, began = None, Commit if order.commit else Restore, trio.current_time()
         body = kind(self._config.fingerprint, reign.term, order.target, stage_of(order.peer))
@@ -180,7 +180,7 @@ class Orders:
         slow = trio.current_time() - began >= _MOVE_TIMEOUT_S  # by our own clock, not the member's claim
         reign.tell(MoveEnded(order.peer, position, slow=position is None and slow))
 
-    async def transfer(self, order: SendTransfer, reign: Reign) -> None:
+    async def transfer(self, order: SendTransfer, reign: OrderContext) -> None:
         """Order one member to move to another stage. Members' reports show later whether it has moved."""
         body = Relocate(
             self._config.fingerprint, reign.term, stage_of(order.peer), order.target, order.why[:WAITS_CHARS]

@@ -23,7 +23,7 @@ from peerd.core.clock import Clock
 from peerd.core.errors import ProtocolViolation, RemoteError, Unreachable
 from peerd.core.ids import PeerId
 from peerd.core.limits import AUTONAT_BYTES
-from peerd.core.protobuf.autonat import AUTONAT, Dialed, DialMe, DialStatus
+from peerd.core.protobuf.autonat import AUTONAT, DialRequest, DialResponse, DialStatus
 from peerd.machine.connectivity.dial_back import Asker, DialBackRefusal, DialBacks
 from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.connectivity.reachability import (
@@ -35,7 +35,7 @@ from peerd.machine.connectivity.reachability import (
     ReachabilityVerdict,
 )
 from peerd.net.host.addresses import CONFIGURED
-from peerd.net.host.host import Host, PeerDown, PeerTold
+from peerd.net.host.host import Host, PeerDown, PeerIdentified
 from peerd.net.host.link_table import PeerEvent
 from peerd.net.link.delimited import receive_message, send_message
 from peerd.net.link.stream import Stream, StreamOwner
@@ -112,7 +112,7 @@ class AutoNat:
             self._host.unhandle(AUTONAT)
 
     def _hear(self, event: PeerEvent) -> None:
-        if isinstance(event, PeerTold):
+        if isinstance(event, PeerIdentified):
             self._told(event.link)
         elif isinstance(event, PeerDown):
             self._machine.lost(self._clock.now(), event.peer)
@@ -223,12 +223,12 @@ class AutoNat:
         self._machine.answered(self._clock.now(), ask.peer, tried=tried, proven=proven)
         self.look()
 
-    async def _question(self, ask: AskDialBack) -> Dialed:
+    async def _question(self, ask: AskDialBack) -> DialResponse:
         stream = await self._host.open_stream(ask.peer, AUTONAT)
         try:
-            question = DialMe(peer=self._host.id, addrs=tuple(addr.to_bytes() for addr in ask.addrs))
+            question = DialRequest(peer=self._host.id, addrs=tuple(addr.to_bytes() for addr in ask.addrs))
             await send_message(stream, question.encode())
-            return Dialed.decode(await receive_message(stream, AUTONAT_BYTES))
+            return DialResponse.decode(await receive_message(stream, AUTONAT_BYTES))
         finally:
             stream.reset()
 
@@ -237,16 +237,16 @@ class AutoNat:
     async def _serve(self, stream: Stream) -> None:
         """Handle one AutoNAT request."""
         with trio.move_on_after(self._config.serve_s):
-            question = DialMe.decode(await receive_message(stream, AUTONAT_BYTES))
+            question = DialRequest.decode(await receive_message(stream, AUTONAT_BYTES))
             await send_message(stream, (await self._answer(stream, question)).encode())
 
-    async def _answer(self, stream: Stream, question: DialMe) -> Dialed:
+    async def _answer(self, stream: Stream, question: DialRequest) -> DialResponse:
         asker = Asker(stream.peer, stream.link.remote, stream.link.way)
         begun = self._dial_backs.begin(self._clock.now(), asker, question)
         if isinstance(begun, DialBackRefusal):
             _log.debug("peer %s is not dialed back: %s", stream.peer, begun.why)
             self._dialed_back["refused"] += 1
-            return Dialed(status=begun.status, text=begun.why)
+            return DialResponse(status=begun.status, text=begun.why)
         number, addrs = begun
         try:
             found = await self._dial_back(stream.peer, addrs)
@@ -254,8 +254,8 @@ class AutoNat:
             self._dial_backs.end(number)
         self._dialed_back["through" if found is not None else "in_vain"] += 1
         if found is None:
-            return Dialed(status=DialStatus.DIAL_ERROR, text="no address reached you")
-        return Dialed(status=DialStatus.OK, addr=found.to_bytes())
+            return DialResponse(status=DialStatus.DIAL_ERROR, text="no address reached you")
+        return DialResponse(status=DialStatus.OK, addr=found.to_bytes())
 
     async def _dial_back(self, peer: PeerId, addrs: list[Multiaddr]) -> Multiaddr | None:
         """The first of the addresses that leads to `peer`, or None. All are dialed at the same time."""
@@ -290,7 +290,7 @@ class AutoNat:
         }
 
 
-def _proven_addr(answer: Dialed, ask: AskDialBack) -> Multiaddr | None:
+def _proven_addr(answer: DialResponse, ask: AskDialBack) -> Multiaddr | None:
     """The address at which the dial-back succeeded, or None if the answer does not show it.
 
     Raises ProtocolViolation if it is not an address, or not one that we asked about.

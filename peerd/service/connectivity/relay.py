@@ -32,7 +32,7 @@ from peerd.core.protobuf.circuit import (
     HopKind,
     HopMessage,
     Limit,
-    Promise,
+    ReservationMessage,
     Status,
     StopKind,
     StopMessage,
@@ -181,7 +181,7 @@ class Relay:
             self._host.links.keep(peer)
         expires_unix_s = int(self._clock.wall() + self.config.reservation_s)
         voucher = Voucher(self._host.id, peer, expires_unix_s).seal(self._keypair)
-        promise = Promise(expires_unix_s, self._addrs(stream), voucher)
+        promise = ReservationMessage(expires_unix_s, self._addrs(stream), voucher)
         _log.debug("%s %s a reservation", peer, "renewed" if decision.renewed else "has")
         answer = HopMessage(kind=HopKind.STATUS, status=Status.OK, promise=promise, limit=self._limit())
         await send_message(stream, answer.encode())

@@ -31,7 +31,7 @@ from peerd.machine.connectivity.relay_reservations import (
     ReservationsConfig,
     Reserve,
 )
-from peerd.net.host.host import Host, PeerDown, PeerTold
+from peerd.net.host.host import Host, PeerDown, PeerIdentified
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.net.timer import Timer
 
@@ -103,7 +103,7 @@ class RelayReservations:
                     async for event in events:
                         if isinstance(event, PeerDown):
                             self._gone(event.peer)
-                        elif isinstance(event, PeerTold):
+                        elif isinstance(event, PeerIdentified):
                             self._consider(event.peer)
                         self.look()
         finally:

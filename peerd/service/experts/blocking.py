@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import trio
 
 from peerd.core.errors import LocalError, Unreachable
-from peerd.core.experts.contract import ExpertAsk, ExpertNetwork, ExpertReply
+from peerd.core.experts.contract import ExpertCall, ExpertNetwork, ExpertReply
 from peerd.core.experts.grid import Uid
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ class BlockingExperts:
         """The best `k` live experts for each sample, best first; fewer if fewer are live."""
         return self._call(partial(self._network.choose, layer, scores, k))
 
-    def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
+    def forward(self, asks: Sequence[ExpertCall], samples: int) -> list[ExpertReply | None]:
         """The experts' outputs, None for those that failed or were late. Raises TooFewExperts."""
         return self._call(partial(self._network.forward, asks, samples))
 
-    def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
+    def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]:
         """Gradients of the inputs. A None counts as a constant (no gradient)."""
         return self._call(partial(self._network.backward, asks))
 

@@ -21,7 +21,7 @@ from peerd.core.errors import RemoteError
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERTS_SEEN
-from peerd.machine.experts.prefix_cache import ToldClaim
+from peerd.machine.experts.prefix_cache import CachedClaim
 from peerd.machine.owners.owner_tree import ExpertReign
 
 log = logging.getLogger("peerd.service.experts.contested")
@@ -29,7 +29,7 @@ log = logging.getLogger("peerd.service.experts.contested")
 _OWNERS_S: Final = 5.0  # for one read of the lineages
 _STEADY_PERIODS: Final = 8.0  # announcement periods: by then an orphan has another host, and a false claim has rivals
 
-Told = Sequence[tuple[int, ToldClaim]]  # claims below a prefix, by coordinate
+Told = Sequence[tuple[int, CachedClaim]]  # claims below a prefix, by coordinate
 
 
 class OwnerSource(Protocol):
@@ -54,7 +54,7 @@ class ContestedExperts:
         """
         if self.source is None:
             return {}
-        claims = dict[Uid, list[ToldClaim]]()
+        claims = dict[Uid, list[CachedClaim]]()
         for prefix, below in told.items():
             for coordinate, claim in below:
                 claims.setdefault(prefix.below(coordinate), []).append(claim)
@@ -78,7 +78,7 @@ class ContestedExperts:
     def _called_host(self, uid: Uid) -> PeerId | None:
         return self._called[uid][0] if uid in self._called else None
 
-    def _steady(self, contested: Mapping[Uid, Iterable[ToldClaim]]) -> dict[Uid, ExpertReign]:
+    def _steady(self, contested: Mapping[Uid, Iterable[CachedClaim]]) -> dict[Uid, ExpertReign]:
         """Hosts that still claim the experts for which they have been called for some time."""
         steady, found = trio.current_time() - self._steady_s, dict[Uid, ExpertReign]()
         for uid, claims in contested.items():
@@ -88,7 +88,7 @@ class ContestedExperts:
                     found[uid] = ExpertReign(claim.generation, claim.host)
         return found
 
-    async def _ask(self, contested: Mapping[Uid, Iterable[ToldClaim]]) -> Mapping[Uid, PeerId]:
+    async def _ask(self, contested: Mapping[Uid, Iterable[CachedClaim]]) -> Mapping[Uid, PeerId]:
         assert self.source is not None
         prefixes = sorted({uid.prefix for uid in contested})
         with trio.move_on_after(_OWNERS_S):

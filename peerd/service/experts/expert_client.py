@@ -34,7 +34,7 @@ from peerd.core.errors import (
     TooSlow,
     Unreachable,
 )
-from peerd.core.experts.contract import ExpertAsk, ExpertReply, Served
+from peerd.core.experts.contract import ExpertCall, ExpertReply, ServedBy
 from peerd.core.experts.grid import Uid, grid_of, sample_shapes
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_RESTS, EXPERT_TOP_K
@@ -43,7 +43,7 @@ from peerd.core.run.runfile import ExpertsSection, RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.answer_rule import AnswerRule
 from peerd.machine.experts.beam import BeamSearch
-from peerd.machine.experts.prefix_cache import ToldClaim
+from peerd.machine.experts.prefix_cache import CachedClaim
 from peerd.machine.experts.round_limit import RoundLimit
 from peerd.service.experts.answer_check import AnswerCheck
 from peerd.service.experts.call_figures import CallFigures, reason_of
@@ -107,7 +107,7 @@ class ExpertClient:
         self._live_share = search.live_share
         return await self._run(search.result)
 
-    async def forward(self, asks: Sequence[ExpertAsk], samples: int) -> list[ExpertReply | None]:
+    async def forward(self, asks: Sequence[ExpertCall], samples: int) -> list[ExpertReply | None]:
         """The experts' outputs, None for those that failed or were late; one deadline for all (see `RoundLimit`).
 
         Raises TooFewExperts if one of the `samples` samples has fewer than `k_min` answers.
@@ -123,7 +123,7 @@ class ExpertClient:
             raise TooFewExperts(shortage)
         return replies
 
-    async def backward(self, asks: Sequence[ExpertAsk]) -> list[ExpertReply | None]:
+    async def backward(self, asks: Sequence[ExpertCall]) -> list[ExpertReply | None]:
         """Gradients of the inputs; each expert that answers has made an update. A None counts as a constant (no
         gradient).
         """
@@ -135,7 +135,7 @@ class ExpertClient:
         """Plain data for `peerd status`."""
         return {**self.figures.status(), "limit_s": self._limit.seconds, "directory": self._directory.status()}
 
-    def _check_asks(self, asks: Sequence[ExpertAsk], frames: int) -> None:
+    def _check_asks(self, asks: Sequence[ExpertCall], frames: int) -> None:
         """Raise LocalError if these calls are malformed."""
         for ask in asks:
             if not self._grid.is_expert(ask.uid):
@@ -152,7 +152,7 @@ class ExpertClient:
     # --- rounds ------------------------------------------------------------------------------------------------
 
     async def _all(
-        self, asks: Sequence[ExpertAsk], rule: AnswerRule, ask_one: Callable[[ExpertAsk, float], Any]
+        self, asks: Sequence[ExpertCall], rule: AnswerRule, ask_one: Callable[[ExpertCall, float], Any]
     ) -> list[ExpertReply | None]:
         """Make all calls concurrently until the rule ends the round."""
         began, limit_s = trio.current_time(), self._limit.seconds
@@ -169,7 +169,7 @@ class ExpertClient:
         self._end(turn, asks, limit_s, timed_out=trio.current_time() >= deadline)
         return turn.replies
 
-    def _end(self, turn: _Round, asks: Sequence[ExpertAsk], limit_s: float, *, timed_out: bool) -> None:
+    def _end(self, turn: _Round, asks: Sequence[ExpertCall], limit_s: float, *, timed_out: bool) -> None:
         """Adapt the limit after a round, and judge the hosts that did not answer.
 
         If no host answered in time, the limit may have been too short, so no host rests.
@@ -196,7 +196,7 @@ class ExpertClient:
 
     # --- calls -------------------------------------------------------------------------------------------------
 
-    async def _forward(self, ask: ExpertAsk, deadline: float) -> ExpertReply:
+    async def _forward(self, ask: ExpertCall, deadline: float) -> ExpertReply:
         claim = self._directory.owner(ask.uid)
         if claim is None:
             await self._directory.below([ask.uid.prefix])
@@ -210,7 +210,7 @@ class ExpertClient:
             return await self._forward_at(moved.to, ask, deadline)
 
     async def _forward_at(
-        self, claim: ToldClaim, ask: ExpertAsk, deadline: float, follows: int | None = None
+        self, claim: CachedClaim, ask: ExpertCall, deadline: float, follows: int | None = None
     ) -> ExpertReply:
         body = Forward(self._fingerprint, Name.of(ask.uid))
 
@@ -221,13 +221,13 @@ class ExpertClient:
             if told.generation < claim.generation:
                 raise ProtocolViolation(f"generation {told.generation} of {claim.generation} that it claims")
             self.figures.note_version(ask.uid, told.generation, told.version)
-            return ExpertReply(answer.frames[0], Served(claim.host.text, told.generation, told.version))
+            return ExpertReply(answer.frames[0], ServedBy(claim.host.text, told.generation, told.version))
 
         reply = await self._guarded(ask.uid, claim.host, call, deadline, follows, backward=False)
         self.figures.forwards += 1
         return reply
 
-    async def _backward(self, ask: ExpertAsk, deadline: float) -> ExpertReply:
+    async def _backward(self, ask: ExpertCall, deadline: float) -> ExpertReply:
         served, request = ask.served, self._clock.secure_bytes(16)
         assert served is not None
         host = PeerId.parse(served.host)
@@ -237,7 +237,7 @@ class ExpertClient:
             return await self._backward_at(moved.to.host, request, ask, deadline)
 
     async def _backward_at(
-        self, host: PeerId, request: bytes, ask: ExpertAsk, deadline: float, follows: int | None = None
+        self, host: PeerId, request: bytes, ask: ExpertCall, deadline: float, follows: int | None = None
     ) -> ExpertReply:
         served = ask.served
         assert served is not None
@@ -252,13 +252,13 @@ class ExpertClient:
                 raise ProtocolViolation(f"update {told.version} of generation {told.generation}")
             self.figures.note_version(ask.uid, told.generation, told.version)
             stale = max(0, told.version - 1 - served.version)  # negative if the expert was restored with an older state
-            return ExpertReply(answer.frames[0], Served(host.text, told.generation, told.version), stale)
+            return ExpertReply(answer.frames[0], ServedBy(host.text, told.generation, told.version), stale)
 
         reply = await self._guarded(ask.uid, host, call, deadline, follows, backward=True)
         self.figures.note_backward(reply.stale)
         return reply
 
-    async def _moved(self, uid: Uid, refused: PeerId, generation: int) -> ToldClaim | None:
+    async def _moved(self, uid: Uid, refused: PeerId, generation: int) -> CachedClaim | None:
         """The claim of the host to which an expert has moved from the one that refused, or None if none is known."""
         now = self._clock.now()
         if now - self._looked_again.get(uid.prefix, -math.inf) >= _LOOK_AGAIN_S:
@@ -269,7 +269,7 @@ class ExpertClient:
         return claim if claim is not None and claim.host != refused and claim.generation > generation else None
 
     async def _call(
-        self, host: PeerId, method: str, body: Forward | Backward, reply: type[Any], ask: ExpertAsk, deadline: float
+        self, host: PeerId, method: str, body: Forward | Backward, reply: type[Any], ask: ExpertCall, deadline: float
     ) -> Answer[Any]:
         check = self._outputs if method == _FORWARD else self._gradients
         most_bytes = check.most_bytes(len(ask.samples))
@@ -338,7 +338,7 @@ class ExpertClient:
         log.log(level, "expert %s %s: %s", uid, reason, error)
         return error
 
-    def _overdue(self, ask: ExpertAsk, limit_s: float | None, *, rests: bool) -> None:
+    def _overdue(self, ask: ExpertCall, limit_s: float | None, *, rests: bool) -> None:
         """Handle a host that has not answered. This is a failure if the round lasted for its limit, or if the host is
         late repeatedly.
 
@@ -362,7 +362,7 @@ class ExpertClient:
 class _MovedError(Exception):
     """An expert is no longer at the host that was called. `to`: the claim that counts now."""
 
-    def __init__(self, to: ToldClaim) -> None:
+    def __init__(self, to: CachedClaim) -> None:
         super().__init__(f"it is at peer {to.host} now")
         self.to = to
 

@@ -33,7 +33,7 @@ from peerd.core.record import Record
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.machine.experts.host_rests import HostRests
 from peerd.machine.experts.live_bits import LiveBits
-from peerd.machine.experts.prefix_cache import Claims, PrefixCache, ToldClaim, ranked
+from peerd.machine.experts.prefix_cache import CachedClaim, Claims, PrefixCache, ranked
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
 from peerd.service.experts.contested import ContestedExperts, Told
@@ -141,7 +141,7 @@ class ExpertDirectory:
         """Bitmaps of the experts below prefixes that may be called now, by their claims; empty if there are none."""
         return self._bits.of(self._clock.now(), found)
 
-    def owner(self, uid: Uid) -> ToldClaim | None:
+    def owner(self, uid: Uid) -> CachedClaim | None:
         """The claim to an expert that counts, from the cache; None if no known host may be called now."""
         now = self._clock.now()
         return self._bits.owner(now, uid, (self._cache.get(now, uid.prefix) or {}).get(uid.at[-1], ()))
@@ -161,9 +161,9 @@ class ExpertDirectory:
             "announced": len(self._announced),
         }
 
-    async def _told_below(self, prefix: Uid, records: list[Record]) -> list[tuple[int, ToldClaim]]:
+    async def _told_below(self, prefix: Uid, records: list[Record]) -> list[tuple[int, CachedClaim]]:
         """The claims in a prefix's records."""
-        told = list[tuple[int, ToldClaim]]()
+        told = list[tuple[int, CachedClaim]]()
         for number, record in enumerate(records):
             if number % _RECORDS_A_TURN == _RECORDS_A_TURN - 1:
                 await trio.lowlevel.checkpoint()
@@ -187,7 +187,7 @@ class ExpertDirectory:
     def _is_last(self, prefix: Uid) -> bool:
         return len(prefix.at) == len(self.grid.sides) - 1
 
-    def _told(self, peer: PeerId, value: bytes, prefix: Uid) -> Iterator[tuple[int, ToldClaim]]:
+    def _told(self, peer: PeerId, value: bytes, prefix: Uid) -> Iterator[tuple[int, CachedClaim]]:
         """The claims of one record; empty if its token does not count. Raises ProtocolViolation if the record is
         invalid.
         """
@@ -208,7 +208,7 @@ class ExpertDirectory:
         self._teach(peer, record.addrs)
         numbers = zip(record.generations, record.versions, strict=True) if experts else ((0, 0) for _ in below)
         return (
-            (coordinate, ToldClaim(peer, generation, version, record.queue_s, record.client))
+            (coordinate, CachedClaim(peer, generation, version, record.queue_s, record.client))
             for coordinate, (generation, version) in zip(below, numbers, strict=True)
         )
 

@@ -41,7 +41,7 @@ from peerd.core.limits import (
     KEPT_RECORDS_PER_PREFIX,
 )
 from peerd.core.messages.encoding import Empty, decode, encode
-from peerd.core.messages.experts import DIGEST_BYTES, Announced, HolderOffer, KeptExperts, PieceWanted, Pointer
+from peerd.core.messages.experts import DIGEST_BYTES, Announced, CheckpointRef, HolderOffer, KeptExperts, PieceWanted
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.budget.book import NEAR, user_at
@@ -128,7 +128,7 @@ class KeptDirectory:
     # --- reading ----------------------------------------------------------------------------------------------
 
     async def look(
-        self, prefixes: Sequence[Uid], timeout_s: float | None = None, shown: Pointer | None = None
+        self, prefixes: Sequence[Uid], timeout_s: float | None = None, shown: CheckpointRef | None = None
     ) -> CustodyView:
         """Read claims and checkpoints below these prefixes, and all offers. Raises RemoteError if the directory is
         unreadable.
@@ -278,7 +278,7 @@ class KeptDirectory:
             return "has different numbers of generations, versions and experts"
         return None
 
-    def _shown(self, prefix: Uid, records: Iterable[Record]) -> Iterator[tuple[PeerId, Pointer]]:
+    def _shown(self, prefix: Uid, records: Iterable[Record]) -> Iterator[tuple[PeerId, CheckpointRef]]:
         check: Callable[[KeptExperts], str | None] = partial(self._check_kept, prefix)
         for record in records:
             kept = self._read(KeptExperts, record, "expert", "backbone", check=check)
@@ -292,7 +292,7 @@ class KeptDirectory:
                 return "names experts that are not below its prefix"
         return None
 
-    async def _copies(self, shown: list[tuple[PeerId, Pointer]]) -> dict[Uid, list[KeptCopy]]:
+    async def _copies(self, shown: list[tuple[PeerId, CheckpointRef]]) -> dict[Uid, list[KeptCopy]]:
         """The pointers with valid signatures of their owners, the newest of each expert first."""
         told = [(holder, pointer, encode(pointer)) for holder, pointer in shown]
         signed = {whole for _, _, whole in told if whole in self._genuine}
@@ -339,7 +339,7 @@ class KeptDirectory:
 
     # --- publishing -------------------------------------------------------------------------------------------
 
-    async def announce(self, pointers: Sequence[Pointer], offer: HolderOffer) -> None:
+    async def announce(self, pointers: Sequence[CheckpointRef], offer: HolderOffer) -> None:
         """Publish what we hold, most important first, and our free room. Raises RemoteError.
 
         Checkpoints of a prefix that exceed our share of its key are held but not published. `offer` needs no addresses.
@@ -349,7 +349,7 @@ class KeptDirectory:
         client = not self._peer.host.takes_inbound
         offer = msgspec.structs.replace(offer, addrs=addrs, token=token, client=client)
         records = {(holders_key(self.run), b""): (encode(offer), encode(offer))}
-        below = dict[Uid, list[Pointer]]()
+        below = dict[Uid, list[CheckpointRef]]()
         for pointer in pointers:
             below.setdefault(pointer.expert.uid.prefix, []).append(pointer)
         for prefix, inside in below.items():

@@ -33,7 +33,7 @@ from peerd.core.limits import (
     STATE_PIECES_PER_DONOR,
 )
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.experts import DIGEST_BYTES, HolderOffer, Keep, Kept, Name, PieceWanted, Pointer
+from peerd.core.messages.experts import DIGEST_BYTES, CheckpointRef, HolderOffer, Keep, Kept, Name, PieceWanted
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.experts.kept_shelf import KeptShelf
@@ -97,7 +97,7 @@ class Vault:
         self._shelf = KeptShelf(peer.host.id.public_key, most_bytes)
         self._fetching = PieceFetch(peer.rpc, worker)
         self._lent: dict[bytes, list[tuple[bytes, memoryview]]] = {}  # by digest: checkpoints in memory
-        self._coming: dict[bytes, Pointer] = {}  # by signature: checkpoints being fetched from hosts
+        self._coming: dict[bytes, CheckpointRef] = {}  # by signature: checkpoints being fetched from hosts
         self._free_bytes = 0
         self._changed = Signal()
         self._telling = trio.Lock()  # if two announcements overlapped, the older one could remain
@@ -107,7 +107,7 @@ class Vault:
     async def open(self) -> None:
         """Find the checkpoints held from before. Raises OSError if the folder is unusable."""
         found = await self._worker.run(self._disk.open, name="list checkpoints of experts")
-        gone = list[Pointer]()
+        gone = list[CheckpointRef]()
         for pointer in sorted(found, key=lambda p: p.rank, reverse=True):
             fits = pointer.run == self.fingerprint and self._shelf.bytes_held + pointer.size_bytes
             if fits is False or fits > self._shelf.most_bytes:
@@ -163,7 +163,7 @@ class Vault:
     # --- held here --------------------------------------------------------------------------------------------
 
     @property
-    def held(self) -> list[Pointer]:
+    def held(self) -> list[CheckpointRef]:
         """All checkpoints held here, the newest of each expert first."""
         return self._shelf.pointers
 
@@ -173,12 +173,12 @@ class Vault:
         coming = sum(pointer.size_bytes for pointer in self._coming.values())
         return max(0, min(self._shelf.room_bytes(), self._free_bytes // 2) - coming)
 
-    def own(self, uid: Uid) -> Pointer | None:
+    def own(self, uid: Uid) -> CheckpointRef | None:
         """The newest checkpoint of an expert that this peer made itself, or None."""
         me = self._peer.host.id.public_key
         return next((p for p in self._shelf.of(uid) if p.owner == me), None)
 
-    async def read(self, pointer: Pointer) -> bytes:
+    async def read(self, pointer: CheckpointRef) -> bytes:
         """Read a checkpoint held here. Raises ValueError if it is damaged; it is then dropped."""
         try:
             return await self._worker.run(partial(self._disk.read, pointer), name="read a checkpoint of an expert")
@@ -186,7 +186,7 @@ class Vault:
             await self._lose(pointer, str(error))
             raise ValueError(str(error)) from error
 
-    async def put(self, pointer: Pointer, digests: Sequence[bytes], data: Bytes) -> None:
+    async def put(self, pointer: CheckpointRef, digests: Sequence[bytes], data: Bytes) -> None:
         """Write a checkpoint of our own. Raises OSError if the disk rejects it, and ValueError if the shelf does."""
         why = self._shelf.objection(pointer)
         if why is not None:
@@ -196,7 +196,7 @@ class Vault:
         await self._settle(pointer)
 
     @contextmanager
-    def lent(self, pointer: Pointer, digests: Sequence[bytes], data: Bytes) -> Iterator[None]:
+    def lent(self, pointer: CheckpointRef, digests: Sequence[bytes], data: Bytes) -> Iterator[None]:
         """Serve pieces of `data` from memory during the block, before the disk has it or if the disk rejects it."""
         self._lent.setdefault(pointer.digest, []).append((b"".join(digests), memoryview(data)))
         try:
@@ -208,14 +208,14 @@ class Vault:
 
     # --- held by others ---------------------------------------------------------------------------------------
 
-    async def hand(self, pointer: Pointer, holder: PeerId) -> None:
+    async def hand(self, pointer: CheckpointRef, holder: PeerId) -> None:
         """Have `holder` keep a checkpoint of ours. Raises RemoteError with the reason if it does not."""
         timeout_s = _SHAKE_S + pointer.size_bytes / STATE_LEAST_BYTES_PER_S
         answer = await self._peer.rpc.call(holder, KEEP, Keep(pointer), Kept, timeout_s=timeout_s, reply_frame_bytes=0)
         if not answer.body.held:
             raise Refused("it does not hold the checkpoint", holder)
 
-    async def fetch(self, pointer: Pointer, holders: Sequence[PeerId]) -> bytes | bytearray:
+    async def fetch(self, pointer: CheckpointRef, holders: Sequence[PeerId]) -> bytes | bytearray:
         """A checkpoint, whole and checked, from here or from `holders`. Raises RemoteError with the reason if none has
         it.
         """
@@ -230,7 +230,7 @@ class Vault:
         await self._fetching.fetch(pointer, others, digests, sink)
         return sink.data
 
-    def _has(self, pointer: Pointer) -> bool:
+    def _has(self, pointer: CheckpointRef) -> bool:
         return any(p.signature == pointer.signature for p in self._shelf.of(pointer.expert.uid))
 
     async def answers(self, peer: PeerId, timeout_s: float) -> bool:
@@ -253,7 +253,7 @@ class Vault:
             raise Refused("no such piece")
         return Answer(Empty(), (TensorFrame("uint8", (len(data),), data),))
 
-    async def _from_disk(self, pointer: Pointer, number: int) -> bytes:
+    async def _from_disk(self, pointer: CheckpointRef, number: int) -> bytes:
         disk = self._disk
         job = partial(disk.piece, pointer, number) if number >= 0 else partial(disk.digests, pointer)
         try:
@@ -292,7 +292,7 @@ class Vault:
             del self._coming[pointer.signature]
         return Answer(Kept(held=True))
 
-    async def _is_in_lineage(self, pointer: Pointer) -> bool:
+    async def _is_in_lineage(self, pointer: CheckpointRef) -> bool:
         """True if the owner of a checkpoint owns the expert. Holding the checkpoint makes this peer vouch for its
         owner.
         """
@@ -313,7 +313,7 @@ class Vault:
             lineages.lost(trio.current_time(), uid)
         return False
 
-    def fault(self, pointer: Pointer, peer: PeerId) -> str | None:
+    def fault(self, pointer: CheckpointRef, peer: PeerId) -> str | None:
         """Reason to reject a checkpoint that `peer` presents as its own, or None if it is valid."""
         if pointer.run != self.fingerprint:
             return "it is of another run"
@@ -323,7 +323,7 @@ class Vault:
             return "it is another peer's checkpoint"
         return None if pointer.is_signed() else "its owner did not sign it"
 
-    async def _pull(self, pointer: Pointer, peer: PeerId) -> None:
+    async def _pull(self, pointer: CheckpointRef, peer: PeerId) -> None:
         """Fetch a checkpoint from its host to the disk, within the time that its size allows."""
         with trio.move_on_after(_SHAKE_S + pointer.size_bytes / STATE_LEAST_BYTES_PER_S):
             digests = await self._fetching.digests(pointer, [peer])
@@ -342,7 +342,7 @@ class Vault:
             return
         raise TooSlow("it took too long", peer)
 
-    async def _settle(self, pointer: Pointer) -> None:
+    async def _settle(self, pointer: CheckpointRef) -> None:
         """Register a written checkpoint, and delete those that it replaces."""
         why = self._shelf.objection(pointer)  # another one may have come meanwhile
         with trio.CancelScope(shield=True):
@@ -364,13 +364,13 @@ class Vault:
             self.problem = told
             raise
 
-    async def _lose(self, pointer: Pointer, why: str) -> None:
+    async def _lose(self, pointer: CheckpointRef, why: str) -> None:
         log.warning("a checkpoint of expert %s is dropped: %s", pointer.expert.uid, why)
         self._shelf.drop(pointer)
         await self._worker.run(partial(self._remove, [pointer]), name="drop a checkpoint of an expert")
         self._changed.notify()
 
-    def _remove(self, pointers: Sequence[Pointer]) -> None:
+    def _remove(self, pointers: Sequence[CheckpointRef]) -> None:
         for pointer in pointers:
             try:
                 self._disk.remove(pointer)

@@ -20,7 +20,7 @@ from typing import BinaryIO, Final
 from peerd.core.errors import ProtocolViolation
 from peerd.core.limits import STATE_PIECE_BYTES
 from peerd.core.messages.encoding import decode, encode
-from peerd.core.messages.experts import DIGEST_BYTES, Pointer, state_root
+from peerd.core.messages.experts import DIGEST_BYTES, CheckpointRef, state_root
 from peerd.core.messages.state import piece_digest
 
 _MAGIC: Final = b"peerd expert 1\n\0"
@@ -51,7 +51,7 @@ def digests_of(data: Bytes) -> list[bytes]:
 class VaultFile:
     """A checkpoint being written. `finish` makes it permanent, `abandon` removes it."""
 
-    def __init__(self, path: Path, pointer: Pointer, digests: Sequence[bytes]) -> None:
+    def __init__(self, path: Path, pointer: CheckpointRef, digests: Sequence[bytes]) -> None:
         self._path, self._aside = path, path.with_name(path.name + ".new")
         told = encode(pointer)
         head = _HEAD.pack(_MAGIC, len(told)) + told + b"".join(digests)
@@ -97,7 +97,7 @@ class VaultDisk:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def open(self) -> list[Pointer]:
+    def open(self) -> list[CheckpointRef]:
         """List the checkpoints and remove incomplete or damaged files. Raises OSError if the folder is unusable.
 
         Checks only heads and sizes; contents are checked when they are read.
@@ -110,12 +110,12 @@ class VaultDisk:
                 path.unlink(missing_ok=True)
         return found
 
-    def listed(self) -> list[Pointer]:
+    def listed(self) -> list[CheckpointRef]:
         """The checkpoints that look complete. Changes nothing, so another process may use the folder."""
         paths = sorted(self.folder.glob(f"*{SUFFIX}"))  # empty if there is no such folder
         return [pointer for path in paths if (pointer := self._whole(path)) is not None]
 
-    def _whole(self, path: Path) -> Pointer | None:
+    def _whole(self, path: Path) -> CheckpointRef | None:
         """The pointer of a file whose size and name match it, else None."""
         try:
             pointer, begin = _head(path)
@@ -128,11 +128,11 @@ class VaultDisk:
         """Free space of the file system."""
         return shutil.disk_usage(self.folder).free
 
-    def begin(self, pointer: Pointer, digests: Sequence[bytes]) -> VaultFile:
+    def begin(self, pointer: CheckpointRef, digests: Sequence[bytes]) -> VaultFile:
         """Create a file for a checkpoint with verified digests. Raises OSError if there is no space."""
         return VaultFile(self._path(pointer), pointer, digests)
 
-    def write(self, pointer: Pointer, digests: Sequence[bytes], data: Bytes) -> None:
+    def write(self, pointer: CheckpointRef, digests: Sequence[bytes], data: Bytes) -> None:
         """Write a whole checkpoint."""
         file = self.begin(pointer, digests)
         try:
@@ -143,13 +143,13 @@ class VaultDisk:
             file.abandon()
             raise
 
-    def digests(self, pointer: Pointer) -> bytes:
+    def digests(self, pointer: CheckpointRef) -> bytes:
         """The digests of all pieces, joined."""
         path = self._path(pointer)
         with path.open("rb") as file:
             return self._digests(file, path, pointer)
 
-    def piece(self, pointer: Pointer, number: int) -> bytes:
+    def piece(self, pointer: CheckpointRef, number: int) -> bytes:
         """One piece, checked against its digest in the file."""
         path = self._path(pointer)
         _, begin = _head(path)
@@ -163,7 +163,7 @@ class VaultDisk:
             raise ValueError(f"{path} is damaged: its bytes are not those of its digests")
         return data
 
-    def read(self, pointer: Pointer) -> bytes:
+    def read(self, pointer: CheckpointRef) -> bytes:
         """The whole checkpoint, checked."""
         path = self._path(pointer)
         with path.open("rb") as file:
@@ -174,30 +174,30 @@ class VaultDisk:
             raise ValueError(f"{path} is damaged: its bytes are not those of its digests")
         return data
 
-    def remove(self, pointer: Pointer) -> None:
+    def remove(self, pointer: CheckpointRef) -> None:
         """Delete a checkpoint, if it exists."""
         self._path(pointer).unlink(missing_ok=True)
 
-    def _digests(self, file: BinaryIO, path: Path, pointer: Pointer) -> bytes:
+    def _digests(self, file: BinaryIO, path: Path, pointer: CheckpointRef) -> bytes:
         file.seek(_head(path)[1] - DIGEST_BYTES * pieces_of(pointer.size_bytes))
         digests = file.read(DIGEST_BYTES * pieces_of(pointer.size_bytes))
         if state_root([digests]) != pointer.digest:
             raise ValueError(f"{path} is damaged: its digests are not those of its pointer")
         return digests
 
-    def _path(self, pointer: Pointer) -> Path:
+    def _path(self, pointer: CheckpointRef) -> Path:
         names = pointer.digest.hex()[:16], hashlib.sha256(pointer.signature).hexdigest()[:16]
         return self.folder / f"{pointer.expert.uid}.{'.'.join(names)}{SUFFIX}"
 
 
-def _head(path: Path) -> tuple[Pointer, int]:
+def _head(path: Path) -> tuple[CheckpointRef, int]:
     """The pointer of a file and the offset of its bytes. Raises ValueError if the head is damaged."""
     with path.open("rb") as file:
         try:
             magic, length = _HEAD.unpack(file.read(_HEAD.size))
             if magic != _MAGIC or length > _POINTER_BYTES:
                 raise ValueError(f"{path} is not a checkpoint of an expert")
-            pointer = decode(Pointer, file.read(length))
+            pointer = decode(CheckpointRef, file.read(length))
         except (struct.error, ProtocolViolation) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
     return pointer, _HEAD.size + length + DIGEST_BYTES * pieces_of(pointer.size_bytes)

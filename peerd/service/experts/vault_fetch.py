@@ -23,7 +23,7 @@ from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import LINKS
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.experts import DIGEST_BYTES, PieceWanted, Pointer, state_root
+from peerd.core.messages.experts import DIGEST_BYTES, CheckpointRef, PieceWanted, state_root
 from peerd.core.messages.state import piece_digest
 from peerd.core.work import Worker
 from peerd.service.experts.kept_directory import GET
@@ -65,7 +65,7 @@ class PieceFetch:
         self._rpc, self._worker = rpc, worker
         self._shunned = BoundedDict[tuple[PeerId, bytes], float](LINKS)  # (holder, digest) -> end of the pause
 
-    async def digests(self, pointer: Pointer, holders: Sequence[PeerId]) -> bytes:
+    async def digests(self, pointer: CheckpointRef, holders: Sequence[PeerId]) -> bytes:
         """The digests of all pieces, joined. Raises the RemoteError of the last holder if none returns them.
 
         If a holder is slow, the next one is asked as well.
@@ -96,7 +96,7 @@ class PieceFetch:
             raise failure
         return found[0]
 
-    async def _digests(self, pointer: Pointer, holder: PeerId) -> bytes:
+    async def _digests(self, pointer: CheckpointRef, holder: PeerId) -> bytes:
         size = DIGEST_BYTES * pieces_of(pointer.size_bytes)
         data = bytes(await self._get(holder, PieceWanted(pointer.digest, -1), size))
         root = await self._worker.run(lambda: state_root([data]), name="check the digests of an expert")
@@ -104,7 +104,7 @@ class PieceFetch:
             raise ProtocolViolation("the digests of the checkpoint have the wrong digest", holder)
         return data
 
-    async def fetch(self, pointer: Pointer, holders: Sequence[PeerId], digests: bytes, sink: PieceSink) -> None:
+    async def fetch(self, pointer: CheckpointRef, holders: Sequence[PeerId], digests: bytes, sink: PieceSink) -> None:
         """Fetch all pieces into `sink`. Raises RemoteError if the holders cannot provide them, OSError if the sink
         fails.
         """
@@ -157,11 +157,11 @@ class PieceFetch:
             return memoryview(frame.payload)
         raise ProtocolViolation("a piece of a checkpoint does not have the requested size", holder)
 
-    def _honest(self, pointer: Pointer, holders: Sequence[PeerId]) -> list[PeerId]:
+    def _honest(self, pointer: CheckpointRef, holders: Sequence[PeerId]) -> list[PeerId]:
         now, digest = trio.current_time(), pointer.digest
         return [peer for peer in dict.fromkeys(holders) if self._shunned.get((peer, digest), now) <= now]
 
-    def _failed(self, pointer: Pointer, holder: PeerId, error: RemoteError) -> RemoteError:
+    def _failed(self, pointer: CheckpointRef, holder: PeerId, error: RemoteError) -> RemoteError:
         lied = isinstance(error, ProtocolViolation)
         if lied:
             self._shunned[holder, pointer.digest] = trio.current_time() + _SHUN_S
@@ -173,7 +173,7 @@ class PieceFetch:
 class _Download:
     """A download in progress: the pieces still to be requested, those requested, and those that have arrived."""
 
-    def __init__(self, pointer: Pointer, digests: bytes, sink: PieceSink, holders: deque[PeerId]) -> None:
+    def __init__(self, pointer: CheckpointRef, digests: bytes, sink: PieceSink, holders: deque[PeerId]) -> None:
         self.pointer, self.holders = pointer, holders
         self.left = set(range(pieces_of(pointer.size_bytes)))
         self.failures = Counter[PeerId]()

@@ -18,8 +18,8 @@ from peerd.core.clock import Clock
 from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.ids import PeerId
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.network import MappedPair, NetworkMapAsk, NetworkPart, NetworkReport
-from peerd.machine.network.pair_meter import LinkLook, OwnLine, PairMeter
+from peerd.core.messages.network import MappedPair, NetworkMapRequest, NetworkPart, NetworkReport
+from peerd.machine.network.pair_meter import LinkSnapshot, OwnLine, PairMeter
 from peerd.machine.network.report_changes import ReportChanges
 from peerd.net.host.host import Host
 from peerd.net.link.link import Link
@@ -92,7 +92,7 @@ class LinkWatch:
                 self.meter.look(trio.current_time(), self._links(), self._own_line())
             await trio.sleep(LOOK_S)
 
-    def _links(self) -> dict[str, LinkLook]:
+    def _links(self) -> dict[str, LinkSnapshot]:
         """The current figures of the links to all connected peers."""
         looks = {}
         for peer in self._host.connected():
@@ -100,7 +100,7 @@ class LinkWatch:
             if best is None:
                 continue
             rtt_s = best.mux.pings.latest_s(None)
-            looks[peer.text] = LinkLook(
+            looks[peer.text] = LinkSnapshot(
                 sum(map(_bytes_sent, links)),
                 sum(link.bytes_in for link in links),
                 rtt_s if rtt_s is not None else best.mux.rtt_min_s,
@@ -141,7 +141,7 @@ class LinkWatch:
 
     async def read_map(self, conductor: PeerId) -> ReadMap:
         """Fetch the map of `conductor`, at most 8 pages. Raises RemoteError."""
-        found, ask = ReadMap(), NetworkMapAsk(self._run)
+        found, ask = ReadMap(), NetworkMapRequest(self._run)
         for _ in range(PAGES):
             part = (await self._rpc.call(conductor, "network/1/map", ask, NetworkPart, timeout_s=_PAGE_TIMEOUT_S)).body
             pairs = [_named(part, pair) for pair in part.pairs]
@@ -149,7 +149,7 @@ class LinkWatch:
             found.pairs += pairs
             if not part.more or not pairs:
                 break
-            ask = NetworkMapAsk(self._run, pairs[-1].one, pairs[-1].other)
+            ask = NetworkMapRequest(self._run, pairs[-1].one, pairs[-1].other)
         return found
 
 

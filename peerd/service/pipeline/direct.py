@@ -24,7 +24,7 @@ from peerd.core.clock import Clock
 from peerd.core.errors import NotFiniteHere, Overloaded, ProtocolViolation, Refused, RemoteError
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
-from peerd.core.messages.handover import NotFiniteAt, Pass, Passed, Ticket
+from peerd.core.messages.handover import NotFiniteAt, PassAnswer, PassRequest, Ticket
 from peerd.core.messages.proof import signed_ticket
 from peerd.core.messages.swarm import MemberInfo
 from peerd.core.run.runfile import RunFile, fingerprint
@@ -262,11 +262,11 @@ class DirectPipeline:
 
     async def _ask_or_hedge(
         self, way: _Way, step: int, seq: int, load: Microbatch, avoid: Set[str]
-    ) -> tuple[_Way, Answer[Passed]]:
+    ) -> tuple[_Way, Answer[PassAnswer]]:
         """Send an attempt and, if its first peer is late, another one with a different first peer."""
         name = way.route[0]
 
-        async def ask(first: str) -> Answer[Passed]:
+        async def ask(first: str) -> Answer[PassAnswer]:
             answer = await self._ask(way.by(first), step, seq, load)
             if first != name and answer.body.broken is not None:
                 raise Refused("its own hand-over failed", PeerId.parse(first))
@@ -276,7 +276,7 @@ class DirectPipeline:
         by, answer = await self._peers.first_answer(way.first, name, self._cost, ask, avoid, alone=alone)
         return way.by(by), answer
 
-    async def _ask(self, way: _Way, step: int, seq: int, load: Microbatch) -> Answer[Passed]:
+    async def _ask(self, way: _Way, step: int, seq: int, load: Microbatch) -> Answer[PassAnswer]:
         """Send an attempt; returns the checked answer of its first peer."""
         bare = Ticket(step, seq, load.attempt, way.low, way.high, way.first, list(way.route))
         load.attempt += 1
@@ -284,11 +284,11 @@ class DirectPipeline:
         frames = [load.tokens] if way.first == way.low == 0 else []
         frames += [load.targets] if way.high == self._last else []
         peer = PeerId.parse(way.route[0])
-        body = Pass(self._mark, way.first, self._papers.own, ticket, self._papers.grant_of(seq))
+        body = PassRequest(self._mark, way.first, self._papers.own, ticket, self._papers.grant_of(seq))
         started = trio.current_time()
         within_s = self._peers.given_up_after_s(way.first, way.route[0], PASS_TIMEOUT_S)
         with self.relaying.open(ticket), self._peers.call_to(way.route[0], within_s) as limit_s:
-            answer = await self._rpc.call(peer, PASS, body, Passed, frames=frames, timeout_s=limit_s)
+            answer = await self._rpc.call(peer, PASS, body, PassAnswer, frames=frames, timeout_s=limit_s)
             self._check(peer, way, ticket, answer)
         if answer.body.broken is None and way.first == way.low:
             self._peers.took(way.first, way.route[0], started)
@@ -297,7 +297,7 @@ class DirectPipeline:
         self._sent_bytes += sum(len(frame.payload) for frame in frames)
         return answer
 
-    def _check(self, peer: PeerId, way: _Way, ticket: Ticket, answer: Answer[Passed]) -> None:
+    def _check(self, peer: PeerId, way: _Way, ticket: Ticket, answer: Answer[PassAnswer]) -> None:
         """Raise ProtocolViolation unless the answer has hops with receipts for all stages to compute.
 
         The conductor knows whether these peers still serve: it orders a stage to be repeated if its holder has left.
@@ -314,7 +314,7 @@ class DirectPipeline:
         if fault := fault_of_hops(self._mark, self._papers.own, ticket, way.low, passed.hops):
             raise ProtocolViolation(fault, peer)
 
-    def _done(self, way: _Way, load: Microbatch, passed: Passed, started: float, sent: Sent) -> None:
+    def _done(self, way: _Way, load: Microbatch, passed: PassAnswer, started: float, sent: Sent) -> None:
         now = trio.current_time()
         for stage, hop in enumerate(passed.hops, way.low):
             load.holdings[stage] = Holding(hop.peer, hop.receipt)

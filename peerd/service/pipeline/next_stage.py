@@ -31,7 +31,7 @@ from peerd.core.errors import (
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId, is_peer_text
 from peerd.core.limits import BROKEN_CHARS
-from peerd.core.messages.handover import Broken, CarryOn, Hop, NotFiniteAt, Pass, Passed, Ticket, Way
+from peerd.core.messages.handover import Broken, Hop, NotFiniteAt, PassAnswer, PassRequest, RelayRequest, Ticket, Way
 from peerd.core.messages.proof import has_received
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import RunFile
@@ -53,10 +53,10 @@ _LEAST_S = 0.1  # least time for a call
 
 
 @dataclass(frozen=True, slots=True)
-class Onward:
+class HandOnResult:
     """The outcome of passing a microbatch on. `gradient` is of our output, if we requested it."""
 
-    passed: Passed
+    passed: PassAnswer
     gradient: TensorFrame | None
     took_s: float
     by: str  # the peer that answered, or the trainer that relayed the call
@@ -91,8 +91,8 @@ class NextStage:
         self._told_at = {name: at for name, at in self._told_at.items() if name in serving}
 
     async def hand_on(
-        self, body: Pass, frames: Sequence[TensorFrame], shape: tuple[int, int], deadline: float
-    ) -> Onward:
+        self, body: PassRequest, frames: Sequence[TensorFrame], shape: tuple[int, int], deadline: float
+    ) -> HandOnResult:
         """Have the next stage, and all later ones, do their parts until `deadline`. `shape`: samples and tokens.
 
         Without `frames`, the next stage returns the gradient that it keeps.
@@ -106,12 +106,12 @@ class NextStage:
         finally:
             self.in_flight -= 1
 
-    def spoilt(self, onward: Onward, error: ProtocolViolation) -> Passed:
+    def spoilt(self, onward: HandOnResult, error: ProtocolViolation) -> PassAnswer:
         """The answer if a returned gradient is unusable: the trainer chooses another route."""
         log.info("the gradient from …%s of stage %d is unusable: %s", onward.by[-8:], self.stage, error.args[0])
         return _broken(self.stage, onward.by, str(error.args[0])).body
 
-    async def _hand_on(self, task: _Task, started: float) -> Onward:
+    async def _hand_on(self, task: _Task, started: float) -> HandOnResult:
         named, tried, reason, cut = task.named, set[str](), "", False
         while task.left_s > _LEAST_S:
             is_patient = trio.current_time() - started <= _PATIENCE_S
@@ -170,12 +170,12 @@ class NextStage:
             return None
         return wiring.pick(now, task.cost, avoid=(), never=tried | self.peers.away())
 
-    async def _ask_or_hedge(self, name: str, task: _Task, tried: set[str]) -> tuple[str, Answer[Passed]]:
+    async def _ask_or_hedge(self, name: str, task: _Task, tried: set[str]) -> tuple[str, Answer[PassAnswer]]:
         """Call a peer and, if it is late, another one that can do the same; returns the peer of the first good
         answer.
         """
 
-        async def ask(peer: str) -> Answer[Passed]:
+        async def ask(peer: str) -> Answer[PassAnswer]:
             answer = await self._ask(peer, task)
             if peer != name and answer.body.broken is not None:
                 raise Refused("its own hand-over failed", PeerId.parse(peer))
@@ -184,13 +184,13 @@ class NextStage:
         alone = not task.is_to_be_done
         return await self.peers.first_answer(self.stage, name, task.cost, ask, tried, alone=alone)
 
-    async def _ask(self, name: str, task: _Task) -> Answer[Passed]:
+    async def _ask(self, name: str, task: _Task) -> Answer[PassAnswer]:
         peer, started = PeerId.parse(name), trio.current_time()
         within_s = self.peers.given_up_after_s(self.stage, name, PASS_TIMEOUT_S)
         body = task.body_for(self._rpc.arrival_rate(peer) or 0.0)
         with self.peers.call_to(name, within_s) as limit_s:
             limit_s = min(task.left_s, limit_s)
-            answer = await self._rpc.call(peer, PASS, body, Passed, frames=task.frames, timeout_s=limit_s)
+            answer = await self._rpc.call(peer, PASS, body, PassAnswer, frames=task.frames, timeout_s=limit_s)
             self._check(peer, peer, task, answer)
         if answer.body.broken is None:
             self.peers.answered(self.stage, name, task.cost, started)
@@ -200,10 +200,10 @@ class NextStage:
             self._arrival[name] = answer.body.arrival_bytes_per_s
         return answer
 
-    async def _over_the_trainer(self, task: _Task) -> Answer[Passed]:
+    async def _over_the_trainer(self, task: _Task) -> Answer[PassAnswer]:
         trainer = PeerId.parse(task.body.trainer)
-        body = CarryOn(task.named, task.body_for(0.0))
-        answer = await self._rpc.call(trainer, RELAY, body, Passed, frames=task.frames, timeout_s=task.left_s)
+        body = RelayRequest(task.named, task.body_for(0.0))
+        answer = await self._rpc.call(trainer, RELAY, body, PassAnswer, frames=task.frames, timeout_s=task.left_s)
         self._check(trainer, PeerId.parse(task.named), task, answer)
         return answer
 
@@ -231,13 +231,13 @@ class NextStage:
         level = self.peers.level(name, times)
         log.log(level, "a microbatch could not be passed to …%s of stage %d: %s", name[-8:], self.stage, error)
 
-    def _onward(self, answer: Answer[Passed], started: float, by: str, way: Way, instead_of: str) -> Onward:
+    def _onward(self, answer: Answer[PassAnswer], started: float, by: str, way: Way, instead_of: str) -> HandOnResult:
         gradient = answer.frames[0] if answer.frames else None
-        return Onward(answer.body, gradient, trio.current_time() - started, by, way, instead_of)
+        return HandOnResult(answer.body, gradient, trio.current_time() - started, by, way, instead_of)
 
     # --- answers ----------------------------------------------------------------------------------------------
 
-    def _check(self, peer: PeerId, holder: PeerId, task: _Task, answer: Answer[Passed]) -> None:
+    def _check(self, peer: PeerId, holder: PeerId, task: _Task, answer: Answer[PassAnswer]) -> None:
         """Raise ProtocolViolation, which names `peer`, unless the answer has what was requested.
 
         That is the gradient, and receipts of `holder` and of the peers of all later stages.
@@ -277,7 +277,7 @@ class _Task:
     """One microbatch that is passed on to `stage`."""
 
     stage: int
-    body: Pass
+    body: PassRequest
     frames: Sequence[TensorFrame]
     shape: tuple[int, int]
     deadline: float
@@ -307,15 +307,17 @@ class _Task:
         """The cost, in forward passes of one sample."""
         return self.shape[0] * (1.0 + BACKWARD_COST)
 
-    def body_for(self, line_bytes_per_s: float) -> Pass:
+    def body_for(self, line_bytes_per_s: float) -> PassRequest:
         """The call's body. `line_bytes_per_s`: the rate at which the called peer's frames arrive here; 0 if unknown."""
-        return Pass(self.body.run, self.stage, self.body.trainer, self.body.ticket, self.body.grant, line_bytes_per_s)
+        return PassRequest(
+            self.body.run, self.stage, self.body.trainer, self.body.ticket, self.body.grant, line_bytes_per_s
+        )
 
 
-def _broken(stage: int, named: str, reason: str) -> Answer[Passed]:
-    return Answer(Passed(broken=Broken(stage, named, reason[:BROKEN_CHARS])))
+def _broken(stage: int, named: str, reason: str) -> Answer[PassAnswer]:
+    return Answer(PassAnswer(broken=Broken(stage, named, reason[:BROKEN_CHARS])))
 
 
-def _not_finite(stage: int, name: str, error: NotFiniteHere) -> Answer[Passed]:
+def _not_finite(stage: int, name: str, error: NotFiniteHere) -> Answer[PassAnswer]:
     """The answer if peer `name` of the next stage reports that its own result is not finite."""
-    return Answer(Passed(broken=NotFiniteAt(stage, name, str(error.args[0])[:BROKEN_CHARS])))
+    return Answer(PassAnswer(broken=NotFiniteAt(stage, name, str(error.args[0])[:BROKEN_CHARS])))

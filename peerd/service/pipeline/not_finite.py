@@ -9,7 +9,7 @@ import logging
 
 from peerd.core.errors import NotFiniteHere
 from peerd.core.run.runfile import RunFile
-from peerd.machine.pipeline.second_opinion import LoneWords, MicrobatchNotFinite, SecondOpinion
+from peerd.machine.pipeline.second_opinion import LoneReports, MicrobatchNotFinite, SecondOpinion
 from peerd.service.pipeline.stage_peers import StagePeers
 
 log = logging.getLogger("peerd.service.pipeline.not_finite")
@@ -20,7 +20,7 @@ class NotFiniteJudge:
 
     def __init__(self, run: RunFile, peers: StagePeers) -> None:
         self._peers = peers
-        self._lone = LoneWords(run.batch.target_samples // run.pipeline.microbatch)
+        self._lone = LoneReports(run.batch.target_samples // run.pipeline.microbatch)
 
     def hear(
         self,

@@ -16,7 +16,7 @@ import trio
 from peerd.core.errors import Overloaded, PeerdError, Refused
 from peerd.core.ids import PeerId
 from peerd.core.limits import STREAMS_INBOUND
-from peerd.core.messages.handover import CarryOn, Passed, Ticket
+from peerd.core.messages.handover import PassAnswer, RelayRequest, Ticket
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.service.pipeline.next_stage import PASS, RELAY
@@ -54,7 +54,7 @@ class TrainerRelay:
         """Relay calls until the block ends."""
         declared, shapes = self._shapes.bound(DECLARED[RELAY]), self._shapes.objection
         self._rpc.serve(
-            RELAY, CarryOn, self._relay, declared=declared, objection=self._objection, frames_objection=shapes
+            RELAY, RelayRequest, self._relay, declared=declared, objection=self._objection, frames_objection=shapes
         )
         try:
             yield
@@ -70,7 +70,7 @@ class TrainerRelay:
         finally:
             del self._open[ticket.signature]
 
-    def _objection(self, caller: PeerId, body: CarryOn) -> PeerdError | None:
+    def _objection(self, caller: PeerId, body: RelayRequest) -> PeerdError | None:
         passed = body.passed
         if self._open.get(passed.ticket.signature) != passed.ticket:
             return Refused("no such attempt is under way here")
@@ -80,7 +80,7 @@ class TrainerRelay:
             return Refused(f"that peer is not known to serve stage {passed.stage}")
         return _busy() if _hop_of(body) in self._relayed else None
 
-    async def _relay(self, call: Incoming[CarryOn]) -> Answer[Any]:
+    async def _relay(self, call: Incoming[RelayRequest]) -> Answer[Any]:
         body, hop = call.body, _hop_of(call.body)
         if hop in self._relayed:
             raise _busy()
@@ -90,16 +90,16 @@ class TrainerRelay:
         finally:
             self._relayed.remove(hop)
 
-    async def _carry(self, call: Incoming[CarryOn], body: CarryOn) -> Answer[Any]:
+    async def _carry(self, call: Incoming[RelayRequest], body: RelayRequest) -> Answer[Any]:
         left_s = max(0.01, call.deadline - trio.current_time())
         peer = PeerId.parse(body.to)
-        answer = await self._rpc.call(peer, PASS, body.passed, Passed, frames=call.frames, timeout_s=left_s)
+        answer = await self._rpc.call(peer, PASS, body.passed, PassAnswer, frames=call.frames, timeout_s=left_s)
         self.relayed += 1
         self.relayed_bytes += sum(len(frame.payload) for frame in (*call.frames, *answer.frames))
         return answer
 
 
-def _hop_of(body: CarryOn) -> tuple[bytes, int]:
+def _hop_of(body: RelayRequest) -> tuple[bytes, int]:
     return body.passed.ticket.signature, body.passed.stage
 
 

@@ -20,7 +20,7 @@ import trio
 from peerd.core.errors import OTHER_RUN_FILE, LocalError, PeerdError, Refused
 from peerd.core.ids import PeerId
 from peerd.core.limits import RPC_ROUND_DEADLINE_S, STREAMS_INBOUND
-from peerd.core.messages.handover import Pass
+from peerd.core.messages.handover import PassRequest
 from peerd.core.messages.swarm import Commit, Prepare, Relocate, Restore, StageBackward, StageForward, StageLoss
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
@@ -54,7 +54,7 @@ _METHODS: Final = {
     "forward": ("stage/6/forward", StageForward, _WORK),
     "loss": ("stage/6/loss", StageLoss, _WORK),
     "backward": ("stage/6/backward", StageBackward, _WORK),
-    "passes": ("handover/2/pass", Pass, _WAY),
+    "passes": ("handover/2/pass", PassRequest, _WAY),
 }
 DECLARED: Final = {method: declared for method, _, declared in _METHODS.values()}
 

@@ -16,7 +16,7 @@ import trio
 from peerd.core.errors import LocalError, PeerdError, RemoteError
 from peerd.core.frame import ReadyBytes, TensorFrame
 from peerd.core.limits import RPC_FREE_STREAM_BYTES, RPC_OUTBOX_BYTES
-from peerd.machine.budget.tab import Tab
+from peerd.machine.budget.tab import UsageTab
 from peerd.machine.rpc.message_codec import Buffer, encode_frames
 from peerd.service.rpc.types import RpcStream
 
@@ -90,7 +90,7 @@ class Outbox:
     `unread`, if given, except payloads, whose memory belongs to the callers that put them.
     """
 
-    def __init__(self, unread: Tab | None = None) -> None:
+    def __init__(self, unread: UsageTab | None = None) -> None:
         self._queue: deque[Outgoing] = deque()
         self._unread = unread
         self._put_bytes = 0
@@ -256,7 +256,7 @@ class Outbox:
         finally:
             self.close()
 
-    def _write_down(self, unread: Tab, more: Sequence[Outgoing] = ()) -> str | None:
+    def _write_down(self, unread: UsageTab, more: Sequence[Outgoing] = ()) -> str | None:
         """Update the tab to what is queued plus `more`; small amounts are not counted. Returns None, or why there is no
         room.
         """

@@ -12,7 +12,7 @@ import trio
 
 from peerd.core.errors import Overloaded
 from peerd.core.limits import RPC_BUDGET_WAIT_S
-from peerd.machine.budget.book import Book, Means, User, user_at
+from peerd.machine.budget.book import Book, Resource, User, user_at
 from peerd.service.rpc.types import RpcStream
 
 
@@ -39,12 +39,12 @@ class Room:
 
     def take(self, user: User, count: int) -> str | None:
         """Reserve `count` bytes for `user`. Returns None, or the reason why there is no room."""
-        return self.book.take(Means.RECEIVING, user, count)
+        return self.book.take(Resource.RECEIVING, user, count)
 
     @property
     def held(self) -> int:
         """Number of bytes held for all users together."""
-        return self.book.used(Means.RECEIVING)
+        return self.book.used(Resource.RECEIVING)
 
     async def wait(self, user: User, count: int) -> None:
         """Reserve `count` bytes for `user`. Raises Overloaded if there is no room soon."""
@@ -60,7 +60,7 @@ class Room:
     def give(self, user: User, count: int) -> None:
         """Release `count` bytes."""
         if count:
-            self.book.give(Means.RECEIVING, user, count)
+            self.book.give(Resource.RECEIVING, user, count)
             self._waiting.unpark_all()
 
 

@@ -36,9 +36,9 @@ from peerd.service.rpc.loopback import local_pair
 from peerd.service.rpc.room import Room
 from peerd.service.rpc.served_call import FramesObjection, Method
 from peerd.service.rpc.server import Server
-from peerd.service.rpc.stream_channel import StreamLane
+from peerd.service.rpc.stream_channel import StreamChannel
 from peerd.service.rpc.stream_pool import StreamPool
-from peerd.service.rpc.task_pool import Crew, Tasks
+from peerd.service.rpc.task_pool import TaskPool, Tasks
 from peerd.service.rpc.types import AccessGuard, Answer, Incoming, RpcHost, RpcStream
 
 __all__ = ["Answer", "CallStream", "Encoded", "Incoming", "Rpc"]
@@ -58,13 +58,13 @@ class Rpc:
         self._retired: list[Channel] = []  # superseded, with calls still in progress
         self._lanes, self._stream_lanes = (
             StreamPool[Channel](),
-            StreamPool[StreamLane](),
+            StreamPool[StreamChannel](),
         )  # for large calls, for streaming ones
         self._counters: dict[str, Counters] = {}  # of calls made, by service
         self._calls_alone = 0
         self._room = Room(host.book)  # holds requests until their handlers end, and replies while they arrive
         self._rates = LineRates()
-        self._crew = Crew(host.supervise)
+        self._crew = TaskPool(host.supervise)
         self._server = Server(self._crew, self._room, self._rates)
         self._due = math.inf  # time of the next check by the timer
         self._timer = trio.CancelScope()
@@ -285,7 +285,7 @@ class Rpc:
             tasks, lane = self._tasks(), self._stream_lanes.take(peer, name.protocol)
             if lane is None:
                 stream = await self._open_stream(peer, name.protocol)
-                lane = StreamLane(stream, self._room, self._rates, tasks)
+                lane = StreamChannel(stream, self._room, self._rates, tasks)
             try:
                 yield await lane.call(request)
             finally:

@@ -38,8 +38,8 @@ from peerd.core.limits import (
     RPC_STALL_S,
 )
 from peerd.core.messages.encoding import decode
-from peerd.machine.budget.book import EVERYBODY, Means
-from peerd.machine.budget.tab import Tab
+from peerd.machine.budget.book import EVERYBODY, Resource
+from peerd.machine.budget.tab import UsageTab
 from peerd.machine.budget.unproven import UnprovenCalls
 from peerd.machine.rate.arrival_rate import LineRates
 from peerd.machine.rpc import message_codec as wire
@@ -51,7 +51,7 @@ from peerd.service.rpc.inbound import Inbound
 from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.room import Room, Share, user_of
 from peerd.service.rpc.served_call import Method, ServedCall
-from peerd.service.rpc.task_pool import Crew, Tasks
+from peerd.service.rpc.task_pool import TaskPool, Tasks
 from peerd.service.rpc.types import AccessGuard, RpcStream
 
 _log = logging.getLogger("peerd.rpc")
@@ -65,7 +65,7 @@ _UNREAD_STEP_BYTES = 64 << 10  # unread answers that a stream reserves in the bo
 class Server:
     """All methods that this peer serves, and the resources that their callers share."""
 
-    def __init__(self, crew: Crew, room: Room, rates: LineRates) -> None:
+    def __init__(self, crew: TaskPool, room: Room, rates: LineRates) -> None:
         self.crew = crew
         self.room = room
         self.rates = rates
@@ -93,7 +93,7 @@ class ServedStream:
 
     def __init__(self, server: Server, stream: RpcStream, tasks: Tasks) -> None:
         book, user = server.room.book, user_of(stream)
-        unread = Tab(book, Means.ANSWERS, user, step=_UNREAD_STEP_BYTES)
+        unread = UsageTab(book, Resource.ANSWERS, user, step=_UNREAD_STEP_BYTES)
         self.peer = stream.peer
         self.outbox = Outbox(unread)
         self._server, self.user = server, user
@@ -102,7 +102,7 @@ class ServedStream:
         self._methods = server.protocols.get(stream.protocol, {})
         self.share = Share(server.room, user, demanding=True)
         self._inbound = Inbound(stream, self._quick, server.rates, self.share)
-        self._running = Tab(book, Means.CALLS, user, step=_CALLS_STEP)
+        self._running = UsageTab(book, Resource.CALLS, user, step=_CALLS_STEP)
         self._calls: dict[int, ServedCall] = {}
         self._last_id = 0
         self._idle: trio.Event | None = None  # created once the caller has finished; set when no call runs
@@ -337,7 +337,10 @@ class ServedStream:
     def _crowd(self, method: Method, held_bytes: int) -> Overloaded | None:
         """Reason why there is no room for a call, or None; then it is counted in the method's load and in the book."""
         book, load = self._server.room.book, method.load
-        if book.used(Means.ANSWERS) and (full := book.objection(Means.ANSWERS, self.user, _ANSWER_BYTES)) is not None:
+        if (
+            book.used(Resource.ANSWERS)
+            and (full := book.objection(Resource.ANSWERS, self.user, _ANSWER_BYTES)) is not None
+        ):
             return Overloaded(f"too many answers are unread: {full}", load.retry_after_s())
         if (full := self._running.take()) is not None:
             return Overloaded(f"too many calls are running: {full}", load.retry_after_s())

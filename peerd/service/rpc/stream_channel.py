@@ -21,7 +21,7 @@ from peerd.service.rpc.task_pool import Tasks
 from peerd.service.rpc.types import RpcStream
 
 
-class StreamLane:
+class StreamChannel:
     """The caller's end of a stream for streaming calls, one after another."""
 
     def __init__(self, stream: RpcStream, room: Room, rates: LineRates, tasks: Tasks) -> None:

@@ -76,7 +76,7 @@ class PoolWorker:
 
     __slots__ = ("_crew", "_job", "_scope", "_task")
 
-    def __init__(self, crew: Crew, job: TaskJob) -> None:
+    def __init__(self, crew: TaskPool, job: TaskJob) -> None:
         self._crew = crew
         self._job: TaskJob | None = job
         self._scope = trio.CancelScope()
@@ -120,7 +120,7 @@ class PoolWorker:
         return trio.lowlevel.Abort.SUCCEEDED
 
 
-class Crew:
+class TaskPool:
     """Runs jobs in tasks of the nursery given to `open`; `tasks` starts further tasks there."""
 
     def __init__(self, supervise: Supervise) -> None:

@@ -251,7 +251,7 @@ class StateFetch:
         donor = PeerId.parse(ask.donor)
         try:
             if ask.piece == dl.MANIFEST:
-                return dl.Vouched(ask.ask, await self._claim(donor, ask))
+                return dl.ClaimReceived(ask.ask, await self._claim(donor, ask))
             if ask.piece == dl.DIGESTS:
                 await self._fetch_digests(donor, ask.timeout_s)
             else:

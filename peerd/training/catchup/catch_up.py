@@ -103,12 +103,12 @@ async def _keep_nothing(position: Position) -> None:
     pass
 
 
-class Elsewhere(PeerdError):
+class PositionChanged(PeerdError):
     """The member is not at the expected position, because another task moved it meanwhile."""
 
 
 # Errors that end one attempt, not the role. After NoMemory in the middle of a change, `PostState.run` raises.
-_FAILED = (RemoteError, ValueError, Elsewhere, Stale, NoMemory)
+_FAILED = (RemoteError, ValueError, PositionChanged, Stale, NoMemory)
 
 
 class CatchUp:

@@ -18,7 +18,7 @@ from torch import Tensor
 from peerd.compute.checkpoint import Checkpoints, Manifest
 from peerd.compute.frozen_state import FrozenState
 from peerd.compute.run_record import write_record
-from peerd.core.errors import ConfigError, GivenUp, NoMemory, PeerdError
+from peerd.core.errors import ConfigError, NoMemory, PeerdError, WorkCancelled
 from peerd.core.limits import SAVED_TOLD
 from peerd.core.messages.swarm import Position
 from peerd.core.run.runfile import disk_bytes
@@ -105,7 +105,7 @@ class StageCheckpoints:
                 await self.save(position, state)
             except (ConfigError, NoMemory) as error:
                 self.missed(position, error)
-            except GivenUp:
+            except WorkCancelled:
                 pass  # already logged
             else:
                 self._failed = None

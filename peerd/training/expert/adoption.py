@@ -39,7 +39,7 @@ from peerd.core.errors import ProtocolViolation, RemoteError
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
-from peerd.core.messages.experts import HolderOffer, Pointer
+from peerd.core.messages.experts import CheckpointRef, HolderOffer
 from peerd.machine.experts.custody import OrphanWatch, SeenClaim, draw
 from peerd.machine.owners.owner_tree import KeptCopy
 from peerd.role import RoleContext
@@ -338,7 +338,7 @@ class Adoption:
         self._settled(uid, generation, None, copies)
         await self._host.tell(uid)
 
-    def _settled(self, uid: Uid, generation: int, taken: Pointer | None, copies: Sequence[KeptCopy]) -> None:
+    def _settled(self, uid: Uid, generation: int, taken: CheckpointRef | None, copies: Sequence[KeptCopy]) -> None:
         """Count lost updates: those that were announced, or are in a newer checkpoint, and that we do not have.
 
         Both numbers are claims. If a checkpoint proves some updates, the loss counts at most twice the updates between

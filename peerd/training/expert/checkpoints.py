@@ -19,7 +19,7 @@ import trio
 from peerd.core.errors import RemoteError
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
-from peerd.core.messages.experts import Former, HolderOffer, Name, Pointer, state_root
+from peerd.core.messages.experts import CheckpointRef, HolderOffer, Name, PreviousOwner, state_root
 from peerd.machine.experts.custody import HolderRoom, choose_holders
 from peerd.role import RoleContext
 from peerd.service.experts.vault import Vault
@@ -85,8 +85,8 @@ class _Safe:
     generation: int
     version: int  # of the newest checkpoint
     began: int  # version at which the generation began
-    former: Former | None = None  # the checkpoint from which the generation continued
-    pointer: Pointer | None = None
+    former: PreviousOwner | None = None  # the checkpoint from which the generation continued
+    pointer: CheckpointRef | None = None
     holders: set[PeerId] = field(default_factory=set)
     unsaved_since: float | None = None
     failures: int = 0
@@ -132,7 +132,7 @@ class ExpertCheckpoints:
         """Save experts whose current state has no checkpoint, before the experts are given up."""
         await self._each([uid for uid, safe in self._known().items() if self._is_unsaved(uid, safe)], self._save)
 
-    def began(self, uid: Uid, generation: int, version: int, former: Former | None) -> None:
+    def began(self, uid: Uid, generation: int, version: int, former: PreviousOwner | None) -> None:
         """Record that this peer now hosts an expert in this state; a checkpoint of the new generation is due at once.
 
         `former` is the checkpoint from which the expert continues.
@@ -145,7 +145,7 @@ class ExpertCheckpoints:
         safe = self._safe.get(uid)
         return safe.version if safe is not None else 0
 
-    def origin(self, uid: Uid) -> tuple[int, Former | None]:
+    def origin(self, uid: Uid) -> tuple[int, PreviousOwner | None]:
         """The expert's updates when its generation began here, and the checkpoint from which it continued."""
         safe = self._safe.get(uid)
         return (safe.began, safe.former) if safe is not None else (0, None)
@@ -254,7 +254,7 @@ class ExpertCheckpoints:
 
     async def snapshot(
         self, uid: Uid, hosted: HostedState, heir: PeerId | None = None
-    ) -> tuple[Pointer, Sequence[bytes], bytes]:
+    ) -> tuple[CheckpointRef, Sequence[bytes], bytes]:
         """The current state of an expert, with its signed pointer and the digests of its pieces.
 
         `heir` is the host that owns the expert in the next generation, if it takes it.
@@ -266,7 +266,7 @@ class ExpertCheckpoints:
 
         version, data = await self._device.run(taken, name="snapshot of an expert")
         digests = await self._files.run(lambda: digests_of(data), name="hash a checkpoint of an expert")
-        pointer = Pointer(
+        pointer = CheckpointRef(
             run=self._vault.fingerprint,
             expert=Name.of(uid),
             generation=generation,
@@ -280,7 +280,7 @@ class ExpertCheckpoints:
         )
         return pointer.signed(self._signer), digests, data
 
-    async def _put(self, pointer: Pointer, digests: Sequence[bytes], data: bytes) -> bool:
+    async def _put(self, pointer: CheckpointRef, digests: Sequence[bytes], data: bytes) -> bool:
         try:
             await self._vault.put(pointer, digests, data)
         except (OSError, ValueError, RemoteError) as error:
@@ -295,7 +295,7 @@ class ExpertCheckpoints:
             safe.holders |= await self._hand(safe.pointer, safe.holders)
             self._count(uid, safe)
 
-    async def _hand(self, pointer: Pointer, holders: set[PeerId]) -> set[PeerId]:
+    async def _hand(self, pointer: CheckpointRef, holders: set[PeerId]) -> set[PeerId]:
         """Hand a checkpoint to as many peers as it lacks; returns those that hold it now."""
         found, uid = set[PeerId](), pointer.expert.uid
         lacking = self._section.copies - len(holders)
@@ -311,7 +311,7 @@ class ExpertCheckpoints:
                 self._ctx.log.event("expert.not_held", level="debug", expert=str(uid), peer=peer, reason=str(error))
         return found
 
-    def _candidates(self, pointer: Pointer) -> list[PeerId]:
+    def _candidates(self, pointer: CheckpointRef) -> list[PeerId]:
         links, own = self._ctx.host.links, self._ctx.host
         offers = [
             HolderRoom(peer, offer.room_bytes, place_of(offer.addrs))

@@ -76,7 +76,7 @@ class HostClaim(Protocol):
 Told = Mapping[Uid, Mapping[int, Sequence[HostClaim]]]  # by prefix, then by coordinate
 
 
-class ClaimsBoard(Protocol):
+class ClaimDirectory(Protocol):
     """The directory where hosts publish claims: `service.experts.expert_directory.ExpertDirectory`."""
 
     async def below(self, prefixes: Iterable[Uid]) -> Told:
@@ -179,7 +179,7 @@ class ExpertHost:
     def __init__(
         self,
         ctx: RoleContext,
-        board: ClaimsBoard,
+        board: ClaimDirectory,
         build: Callable[[Uid], StoredModel],
         fits: Callable[[], int],
         config: ServerConfig | None = None,

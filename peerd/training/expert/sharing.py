@@ -26,7 +26,7 @@ from peerd.core.errors import Overloaded, ProtocolViolation, Refused, RemoteErro
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
-from peerd.core.messages.experts import Pointer, TakenOver, TakeOver
+from peerd.core.messages.experts import CheckpointRef, TransferAnswer, TransferRequest
 from peerd.machine.experts.sharing import HostShare, best_taker, experts_to_give, given_first, parts_of_all
 from peerd.machine.rpc.declaration import Declaration, Needs, Shows
 from peerd.role import RoleContext
@@ -95,7 +95,7 @@ class ExpertStateSharing:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Hand over surplus experts, and take experts that others hand over, until cancelled."""
-        self._rpc.serve(TAKE, TakeOver, self._take, declared=DECLARED[TAKE])
+        self._rpc.serve(TAKE, TransferRequest, self._take, declared=DECLARED[TAKE])
         try:
             task_status.started()
             while True:
@@ -172,7 +172,7 @@ class ExpertStateSharing:
         if hosted is None:
             raise Refused(f"expert {uid} left this host meanwhile")
         pointer, digests, data = await self._checkpoints.snapshot(uid, hosted, taker)
-        body = TakeOver(pointer, mine.hosted, mine.sample_s, self._leaves)
+        body = TransferRequest(pointer, mine.hosted, mine.sample_s, self._leaves)
         with self._vault.lent(pointer, digests, data):
             generation = await self._taken(body, taker)
         if not await self._is_claimed(uid, taker, generation):
@@ -182,12 +182,12 @@ class ExpertStateSharing:
             self._vault.directory.lineages.gave(trio.current_time(), uid, generation, taker)
         return generation
 
-    async def _taken(self, body: TakeOver, taker: PeerId) -> int:
+    async def _taken(self, body: TransferRequest, taker: PeerId) -> int:
         """Ask `taker` to host one of our experts; returns the generation in which it does."""
         uid, following = body.pointer.expert.uid, body.pointer.generation + 1
         timeout_s = _deadline_s(body.pointer)
         try:
-            answer = await self._rpc.call(taker, TAKE, body, TakenOver, timeout_s=timeout_s, reply_frame_bytes=0)
+            answer = await self._rpc.call(taker, TAKE, body, TransferAnswer, timeout_s=timeout_s, reply_frame_bytes=0)
         except (TooSlow, Unreachable):
             if await self._is_claimed(uid, taker, following):
                 return following  # only the answer was lost
@@ -209,7 +209,7 @@ class ExpertStateSharing:
 
     # --- taking -----------------------------------------------------------------------------------------------
 
-    async def _take(self, call: Incoming[TakeOver]) -> Answer[TakenOver]:
+    async def _take(self, call: Incoming[TransferRequest]) -> Answer[TransferAnswer]:
         pointer, peer = call.body.pointer, call.peer
         uid = pointer.expert.uid
         why = self._vault.fault(pointer, peer) or self._objection(call.body)
@@ -220,14 +220,14 @@ class ExpertStateSharing:
         self._vault.taking.append(uid)
         try:
             data = await self._state(uid, pointer, peer)
-            return Answer(TakenOver(await self._hosted(uid, pointer, data)))
+            return Answer(TransferAnswer(await self._hosted(uid, pointer, data)))
         except (RemoteError, ValueError) as error:
             self._log.event("expert.not_taken", level="warning", expert=str(uid), peer=peer, reason=str(error))
             raise Refused(f"expert {uid} could not be taken: {error.args[0] if error.args else error}") from error
         finally:
             self._vault.taking.remove(uid)
 
-    def _objection(self, body: TakeOver) -> str | None:
+    def _objection(self, body: TransferRequest) -> str | None:
         """Reason not to take another host's expert, or None."""
         pointer, mine = body.pointer, self._host.share()
         if pointer.expert.uid in self._host.experts or pointer.expert.uid in self._vault.taking:
@@ -240,7 +240,7 @@ class ExpertStateSharing:
             return f"{mine.hosted} experts here are this host's part already"
         return None
 
-    async def _state(self, uid: Uid, pointer: Pointer, peer: PeerId) -> bytes | bytearray:
+    async def _state(self, uid: Uid, pointer: CheckpointRef, peer: PeerId) -> bytes | bytearray:
         """Fetch the state of an expert that the caller owns according to the directory."""
         with trio.move_on_after(_deadline_s(pointer)):
             claim = (await self._vault.directory.look([uid.prefix])).claims.get(uid)
@@ -251,7 +251,7 @@ class ExpertStateSharing:
             return await self._vault.fetch(pointer, [peer])
         raise TooSlow(f"the state of expert {uid} did not arrive in time")
 
-    async def _hosted(self, uid: Uid, pointer: Pointer, data: bytes | bytearray) -> int:
+    async def _hosted(self, uid: Uid, pointer: CheckpointRef, data: bytes | bytearray) -> int:
         """Host and announce an expert that was handed over; returns its generation here."""
         generation = min(pointer.generation + 1, _LAST_GENERATION)
         await self._host.adopt(uid, generation, data)
@@ -261,5 +261,5 @@ class ExpertStateSharing:
         return generation
 
 
-def _deadline_s(pointer: Pointer) -> float:
+def _deadline_s(pointer: CheckpointRef) -> float:
     return _SHAKE_S + pointer.size_bytes / _LEAST_BYTES_PER_S

@@ -2,7 +2,7 @@
 
 A flight is a microbatch on its way through trunk and experts and back. A flight begins as soon as another one has come
 back, with the current parameters, and without a place in a batch. When it has come back, its gradients wait in
-`LandingQueue`, and the trainer requests one place in the batch for each entry of that queue. So the conductor assigns
+`GradientQueue`, and the trainer requests one place in the batch for each entry of that queue. So the conductor assigns
 places only to gradients that exist: no step waits for a slow trainer, and no trainer waits for a step. A microbatch
 whose parameters would be more than `optimizer.most_stale` steps old when it counts is dropped: the experts have learnt
 from it, the trunk does not.
@@ -19,8 +19,8 @@ from typing import Final
 import trio
 
 from peerd.compute.experts.era import TooOld
-from peerd.compute.experts.flight import Flight
-from peerd.compute.experts.landing_queue import LandingQueue
+from peerd.compute.experts.flight import TrunkMicrobatch
+from peerd.compute.experts.landing_queue import GradientQueue
 from peerd.compute.model.served_stage import Stale
 from peerd.core.experts.contract import ExpertNetwork
 from peerd.core.frame import TensorFrame
@@ -70,7 +70,7 @@ class AsynchronousFlights(ExpertFlights):
     ) -> None:
         super().__init__(ctx, member, network, calls)
         self._batch = max(1, self._run.batch.target_samples // self._run.pipeline.microbatch)
-        self._queue: LandingQueue | None = None  # set once the trunk is built
+        self._queue: GradientQueue | None = None  # set once the trunk is built
         self._not_finite = deque[tuple[MicrobatchNotFinite, tuple[str, ...]]]()  # with the origins of their samples
         self._under_way = 0
         self._changed = Signal()  # a flight may begin or has come back
@@ -100,7 +100,7 @@ class AsynchronousFlights(ExpertFlights):
             self._changed.notify()
         plan.landed()
 
-    async def _there_and_back(self, load: Microbatch) -> Flight:
+    async def _there_and_back(self, load: Microbatch) -> TrunkMicrobatch:
         stage = self._post.state.trunk
         flight = await self._work(partial(stage.free_flight, *self._texts(load.tokens, load.targets)), "begin a flight")
         with self.counts.one_away():
@@ -108,10 +108,10 @@ class AsynchronousFlights(ExpertFlights):
             await self._back(flight)
         return flight
 
-    async def _come_down(self, flight: Flight) -> None:
+    async def _come_down(self, flight: TrunkMicrobatch) -> None:
         """Queue the gradients of a flight, to wait for a place in a batch."""
         if self._queue is None:
-            self._queue = LandingQueue(min(self._batch, self._gradients_in_memory()))
+            self._queue = GradientQueue(min(self._batch, self._gradients_in_memory()))
         queue, stage = self._queue, self._post.state.trunk
         await self._work(lambda: queue.add(flight, stage.trunk.loads), "add gradients")
         self.counts.samples += self._run.pipeline.microbatch

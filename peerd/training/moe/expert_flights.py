@@ -20,11 +20,11 @@ from torch import Tensor
 from peerd.compute.codec.frames import from_frame
 from peerd.compute.codec.layout import NotFinite
 from peerd.compute.experts.era import TooOld
-from peerd.compute.experts.flight import Flight, Scores
+from peerd.compute.experts.flight import Scores, TrunkMicrobatch
 from peerd.compute.model.served_stage import Stale
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import NoMemory, RemoteError
-from peerd.core.experts.contract import ExpertAsk, ExpertNetwork, ExpertReply
+from peerd.core.experts.contract import ExpertCall, ExpertNetwork, ExpertReply
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import Mb, MemberInfo
 from peerd.core.run.runfile import ExpertsSection, RunFile
@@ -101,7 +101,7 @@ class ExpertFlights:
         self._post.serving.worked(self._run.pipeline.microbatch, 0.0)
         load.loss_sum = flight.loss_sum
 
-    async def _begin(self, step: int | None, tokens: TensorFrame, targets: TensorFrame) -> Flight:
+    async def _begin(self, step: int | None, tokens: TensorFrame, targets: TensorFrame) -> TrunkMicrobatch:
         stage = self._post.state.trunk
         return await self._work(lambda: stage.flight(step, *self._texts(tokens, targets)), "begin a flight")
 
@@ -109,7 +109,7 @@ class ExpertFlights:
     def _texts(tokens: TensorFrame, targets: TensorFrame) -> tuple[Tensor, Tensor]:
         return from_frame(tokens, (None, None)), from_frame(targets, (None, None))
 
-    async def _there(self, flight: Flight) -> None:
+    async def _there(self, flight: TrunkMicrobatch) -> None:
         """Forward through all layers of experts."""
         scores: Scores | None = await self._work(flight.depart, "forward")
         while scores is not None:
@@ -121,9 +121,9 @@ class ExpertFlights:
             scores = await self._work(partial(flight.go_on, replies), "forward")
             self.counts.cannot_be_used(flight.wrong)
 
-    async def _back(self, flight: Flight) -> None:
+    async def _back(self, flight: TrunkMicrobatch) -> None:
         """Backward through the same layers."""
-        asks: list[ExpertAsk] | None = await self._work(flight.turn, "backward")
+        asks: list[ExpertCall] | None = await self._work(flight.turn, "backward")
         while asks is not None:
             self._sends(asks)
             replies = await self._network.backward(asks)
@@ -187,7 +187,7 @@ class ExpertFlights:
         self._post.serving.worked(0, seconds)
         return result
 
-    def _sends(self, asks: Sequence[ExpertAsk]) -> None:
+    def _sends(self, asks: Sequence[ExpertCall]) -> None:
         self.sent_bytes += sum(len(frame.payload) for ask in asks for frame in ask.frames)
 
     def _received(self, replies: Sequence[ExpertReply | None]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import trio
 
-from peerd.compute.codec.error_feedback import Missed, feedback_of
+from peerd.compute.codec.error_feedback import RoundResidual, feedback_of
 from peerd.compute.codec.powersgd import PowerSgd
 from peerd.compute.model.served_stage import Model, Vector
 from peerd.core.blockwise import BLOCKS, CODES
@@ -78,7 +78,7 @@ class _Sum:
     """
 
     vector: Vector
-    missed: tuple[Missed, ...] = ()
+    missed: tuple[RoundResidual, ...] = ()
     own: bool = False
 
     def fold(self) -> None:

@@ -33,17 +33,17 @@ from peerd.core.errors import Overloaded, PeerdError, ProtocolViolation, Refused
 from peerd.core.frame import TensorFrame
 from peerd.core.ids import PeerId
 from peerd.core.limits import MICROBATCHES
-from peerd.core.messages.handover import Hop, Pass, Passed
+from peerd.core.messages.handover import Hop, PassAnswer, PassRequest
 from peerd.core.messages.swarm import Mb, MemberInfo, Receipt
 from peerd.core.run.runfile import RunFile
 from peerd.machine.pipeline.tickets import Tickets
 from peerd.role import RoleContext
-from peerd.service.pipeline.next_stage import NextStage, Onward
+from peerd.service.pipeline.next_stage import HandOnResult, NextStage
 from peerd.service.rpc.rpc import Answer, Incoming
 from peerd.service.run_services import RunServices
 from peerd.service.swarm.kept_links import KeptLinks
 from peerd.training.stage.admissions import Admissions
-from peerd.training.stage.serving import Made, ServingCalls
+from peerd.training.stage.serving import ServingCalls, StageResult
 
 _LOOK_S: Final = 1.0  # between updates of the links to neighbours
 _LINKED: Final = 8  # linked peers of each neighbouring stage
@@ -190,7 +190,7 @@ class HandOver:
 
     # --- acceptance -------------------------------------------------------------------------------------------
 
-    def objection(self, caller: PeerId, body: Pass) -> PeerdError | None:
+    def objection(self, caller: PeerId, body: PassRequest) -> PeerdError | None:
         """Reason to reject a microbatch, from the call's body alone, or None if it is accepted."""
         ticket = body.ticket
         try:
@@ -205,7 +205,7 @@ class HandOver:
         trainer = PeerId.parse(body.trainer)
         return self._place.admissions.objection(trainer, ticket.step, ticket.seq, body.grant) or self._full(body)
 
-    def _full(self, body: Pass) -> PeerdError | None:
+    def _full(self, body: PassRequest) -> PeerdError | None:
         """Overloaded if there is no room for another microbatch, else None. Microbatches already known here are
         accepted.
         """
@@ -220,7 +220,7 @@ class HandOver:
             self._log.event("stage.full", level="warning", stage=self._place.stage, step=ticket.step, reason=told)
         return Overloaded("no room for another microbatch", _FULL_S)
 
-    async def passes(self, call: Incoming[Pass]) -> Answer[Passed]:
+    async def passes(self, call: Incoming[PassRequest]) -> Answer[PassAnswer]:
         """Do this stage's part of a microbatch, and have the later stages do theirs."""
         body, ticket, stage = call.body, call.body.ticket, self._place.stage
         mb = Mb(body.trainer, ticket.seq)
@@ -233,7 +233,7 @@ class HandOver:
             await self._serving.check_targets(call.peer, ticket.step, call.frames[-1])
         if stage > ticket.high:
             made = await self._serving.kept_gradient(ticket.step, mb, body.line_bytes_per_s)
-            return self._answer(call, Passed(), made.frames)
+            return self._answer(call, PassAnswer(), made.frames)
         if stage < ticket.low:
             return await self._give_input(call, mb)
         if (full := self._full(body)) is not None:  # others were accepted while these frames arrived
@@ -243,20 +243,20 @@ class HandOver:
 
     # --- computation ------------------------------------------------------------------------------------------
 
-    async def _give_input(self, call: Incoming[Pass], mb: Mb) -> Answer[Passed]:
+    async def _give_input(self, call: Incoming[PassRequest], mb: Mb) -> Answer[PassAnswer]:
         """Recompute our output for the next stage, which lost its part. The gradient it returns is already counted
         here.
         """
         return self._answer(call, (await self._hand_on_again(call, mb, call.frames)).passed, ())
 
-    async def _hand_on_again(self, call: Incoming[Pass], mb: Mb, targets: Sequence[TensorFrame]) -> Onward:
+    async def _hand_on_again(self, call: Incoming[PassRequest], mb: Mb, targets: Sequence[TensorFrame]) -> HandOnResult:
         assert self.next is not None
         made = await self._serving.output_again(call.body.ticket.step, mb, self.next.line_bytes_per_s)
         (output,) = made.frames
         shape = (output.shape[0], output.shape[1])
         return await self.next.hand_on(call.body, (output, *targets), shape, call.deadline)
 
-    async def _do(self, call: Incoming[Pass], mb: Mb, mine: _UnderWay) -> Answer[Passed]:
+    async def _do(self, call: Incoming[PassRequest], mb: Mb, mine: _UnderWay) -> Answer[PassAnswer]:
         """Compute the output, get its gradient, and compute our own gradient; parts done in an earlier attempt are
         reused.
         """
@@ -288,10 +288,10 @@ class HandOver:
                 return self._answer(call, self.next.spoilt(onward, error), ())
         spent_s += made.service_s
         hop = self._hop(ticket.step, mb, spent_s, trio.current_time() - started, onward)
-        passed = Passed([hop, *above.hops[:beyond]], made.loss_sum if self._is_last else above.loss_sum)
+        passed = PassAnswer([hop, *above.hops[:beyond]], made.loss_sum if self._is_last else above.loss_sum)
         return self._answer(call, passed, made.frames if ticket.is_done_at(self._place.stage - 1) else ())
 
-    async def _output(self, call: Incoming[Pass], mine: _UnderWay, x: TensorFrame) -> Made:
+    async def _output(self, call: Incoming[PassRequest], mine: _UnderWay, x: TensorFrame) -> StageResult:
         """Compute the output, and keep its graph for the backward pass while that takes no room from other
         microbatches.
         """
@@ -314,7 +314,9 @@ class HandOver:
         size = size or self.room_bytes // 4
         return size if self.bytes + size <= self.room_bytes // 2 else 0
 
-    async def _hand_on(self, call: Incoming[Pass], output: Made, targets: Sequence[TensorFrame]) -> Onward:
+    async def _hand_on(
+        self, call: Incoming[PassRequest], output: StageResult, targets: Sequence[TensorFrame]
+    ) -> HandOnResult:
         """Send the output to the next stage and return the result."""
         assert self.next is not None
         (y,) = output.frames
@@ -323,13 +325,13 @@ class HandOver:
 
     async def _backward(
         self,
-        call: Incoming[Pass],
+        call: Incoming[PassRequest],
         mb: Mb,
         x: TensorFrame,
         targets: Sequence[TensorFrame],
-        onward: Onward | None,
+        onward: HandOnResult | None,
         graph: KeptGraph | None,
-    ) -> Made:
+    ) -> StageResult:
         target = targets[0] if onward is None else onward.gradient
         assert target is not None, "NextStage checks that the answer has a gradient"
         body = call.body
@@ -338,7 +340,7 @@ class HandOver:
             call.peer, body.ticket.step, mb, (x, target), admitted, body.line_bytes_per_s, graph
         )
 
-    def _hop(self, step: int, mb: Mb, service_s: float, whole_s: float, onward: Onward | None) -> Hop:
+    def _hop(self, step: int, mb: Mb, service_s: float, whole_s: float, onward: HandOnResult | None) -> Hop:
         onward_s = onward.took_s if onward is not None else 0.0
         return Hop(
             self._own.text,
@@ -350,12 +352,14 @@ class HandOver:
             onward.instead_of if onward is not None else "",
         )
 
-    def _answer(self, call: Incoming[Pass], passed: Passed, frames: Sequence[TensorFrame]) -> Answer[Passed]:
+    def _answer(
+        self, call: Incoming[PassRequest], passed: PassAnswer, frames: Sequence[TensorFrame]
+    ) -> Answer[PassAnswer]:
         rate = self._arrival_rate(call.peer) or 0.0
-        return Answer(Passed(passed.hops, passed.loss_sum, passed.broken, rate), tuple(frames))
+        return Answer(PassAnswer(passed.hops, passed.loss_sum, passed.broken, rate), tuple(frames))
 
     @asynccontextmanager
-    async def _attempt(self, call: Incoming[Pass], mb: Mb) -> AsyncIterator[_UnderWay]:
+    async def _attempt(self, call: Incoming[PassRequest], mb: Mb) -> AsyncIterator[_UnderWay]:
         """The scope of an attempt, which a later attempt of the same microbatch cancels.
 
         A second call with the same attempt waits for the first one to end and then uses its result. So a peer that has

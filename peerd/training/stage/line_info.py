@@ -7,13 +7,13 @@ from typing import Final, Literal
 from peerd.core.messages.contributions import Rest
 from peerd.core.messages.swarm import LineInfo
 from peerd.core.run.runfile import BYTES_PER_MBIT
-from peerd.service.run_services import Carries
+from peerd.service.run_services import LineSpeeds
 
 _NOTHING_BYTES_PER_S: Final = 1.0  # 0 would mean unknown
 
 
 def own_line(
-    carries: Carries, mode: Literal["node", "aux"], elements: int = 0, dtype: str = "", further: int = 0
+    carries: LineSpeeds, mode: Literal["node", "aux"], elements: int = 0, dtype: str = "", further: int = 0
 ) -> LineInfo:
     """The line's rates: its limits, or else the measured rates. `elements` and `dtype` describe the vector for
     averaging.
@@ -36,7 +36,7 @@ def own_line(
     )
 
 
-def rest_text(rest: Rest, carries: Carries) -> str:
+def rest_text(rest: Rest, carries: LineSpeeds) -> str:
     """One sentence for the user: why this peer contributes no gradients, and which line rate would change that."""
     told = f"this peer rests: a step takes {_seconds(rest.without_s)} without its gradients"
     told += f", and would take {_seconds(rest.with_s)} with them"

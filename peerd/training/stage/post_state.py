@@ -33,7 +33,7 @@ from peerd.machine.batch.divergence import AGAIN_STEPS
 from peerd.machine.swarm.roster import START
 from peerd.role import RoleContext
 from peerd.signals import Signal
-from peerd.training.catchup.catch_up import Elsewhere
+from peerd.training.catchup.catch_up import PositionChanged
 from peerd.training.catchup.step_totals import StepTotal
 from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.training.stage.averaging import Total
@@ -251,7 +251,7 @@ class PostState:
     async def _catch_up(self, before: Position, position: Position, job: Callable[[], None], name: str) -> None:
         async with self.moving, self._changing(patient=True):
             if self.position != before:
-                raise Elsewhere(f"another task moved this peer to step {self.position.step} meanwhile")
+                raise PositionChanged(f"another task moved this peer to step {self.position.step} meanwhile")
             await self._change(job, name)
             self._arrive(position, anew=True)
 

@@ -48,7 +48,7 @@ _TELL_EVERY_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class StageResult:
     """The result computed for a microbatch. `frames` has the output or the input's gradient, if there is one."""
 
     loss_sum: float  # over the samples, of the last stage's backward
@@ -139,7 +139,7 @@ class ServingCalls:
         line_bytes_per_s: float = 0.0,
         keep_graph: bool = False,
         trainer: str = "",
-    ) -> Made:
+    ) -> StageResult:
         """The stage's output for an input that `peer` sent. `step` None is an evaluation.
 
         `keep_graph` keeps the graph for the backward pass, if that saves time. `trainer` owns the microbatch, if it is
@@ -153,7 +153,7 @@ class ServingCalls:
             outcome = await self.compute(peer, lambda: served.forward(step, x, keep_graph), "forward")
             return await self._coded(outcome, "output", line_bytes_per_s)
 
-    async def output_again(self, step: int, mb: Mb, line_bytes_per_s: float = 0.0) -> Made:
+    async def output_again(self, step: int, mb: Mb, line_bytes_per_s: float = 0.0) -> StageResult:
         """The output for a microbatch whose backward was computed here. Raises Refused if it is not kept."""
         served = self.stage_at(step)
         async with self._present(mb.trainer, step):
@@ -169,7 +169,7 @@ class ServingCalls:
         admitted: Iterable[int] = (),
         line_bytes_per_s: float = 0.0,
         graph: KeptGraph | None = None,
-    ) -> Made:
+    ) -> StageResult:
         """Add a microbatch's gradient to the sum and return the gradient of its input. A repeated call gets the kept
         result.
 
@@ -229,16 +229,16 @@ class ServingCalls:
         """
         await self.boundary.examine(peer, frame, "the targets", self.stage_at(step).check_targets)
 
-    async def kept_gradient(self, step: int, mb: Mb, line_bytes_per_s: float = 0.0) -> Made:
+    async def kept_gradient(self, step: int, mb: Mb, line_bytes_per_s: float = 0.0) -> StageResult:
         """The input's gradient of a microbatch whose backward was computed here. Raises Refused if it is not kept."""
         outcome = self.stage_at(step).found(step, mb)
         if outcome is None:
             raise Refused("the microbatch is not kept here")
         return await self._coded(outcome, "input gradient", line_bytes_per_s)
 
-    async def _coded(self, outcome: StageOutcome, what: str, line_bytes_per_s: float) -> Made:
+    async def _coded(self, outcome: StageOutcome, what: str, line_bytes_per_s: float) -> StageResult:
         frames = await self.boundary.encode(outcome, f"the {what} of stage {self._place.stage}", line_bytes_per_s)
-        return Made(outcome.loss_sum, outcome.seconds, frames, outcome.graph)
+        return StageResult(outcome.loss_sum, outcome.seconds, frames, outcome.graph)
 
     async def _work(self, job: Callable[[], StageOutcome], name: str) -> StageOutcome:
         try:
@@ -308,7 +308,7 @@ class ServingCalls:
         async with self._present(call.peer.text, None):
             x, targets = await self.boundary.decode(call.peer, call.frames, "the input", "the targets")
             outcome = await self.compute(call.peer, lambda: served.loss(x, targets), "loss")
-        return self._answer(call, Made(outcome.loss_sum, outcome.seconds, ()))
+        return self._answer(call, StageResult(outcome.loss_sum, outcome.seconds, ()))
 
     def objection(self, peer: PeerId, body: StageBackward) -> PeerdError | None:
         """Reason to reject a backward call, from its body with the grant alone, or None."""
@@ -328,7 +328,7 @@ class ServingCalls:
         answer = self._answer(call, made)
         return Answer(structs.replace(answer.body, receipt=self._place.receipt(body.step, mb)), answer.frames)
 
-    def _answer(self, call: Incoming[Any], made: Made) -> Answer[StageAnswer]:
+    def _answer(self, call: Incoming[Any], made: StageResult) -> Answer[StageAnswer]:
         arrival = self._arrival_rate(call.peer) or 0.0
         return Answer(StageAnswer(made.loss_sum, made.service_s, arrival), made.frames)
 

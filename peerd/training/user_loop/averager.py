@@ -22,7 +22,7 @@ from peerd.compute.model.served_stage import Stale
 from peerd.compute.model.user_model import UserModel
 from peerd.core.errors import ConfigError
 from peerd.core.messages.progress import TrainerProgress
-from peerd.core.messages.run_link import RunFileTold, shared_file
+from peerd.core.messages.run_link import RunFileAnswer, shared_file
 from peerd.core.messages.swarm import Mb, MemberInfo, TrainerAnswer
 from peerd.machine.batch.trainer_ledger import Holding
 from peerd.machine.pipeline.second_opinion import MicrobatchNotFinite
@@ -104,7 +104,7 @@ class AveragerRole:
             signature = await trio.to_thread.run_sync(own_signature, run, file, self._ctx.host, path)
         except ConfigError as error:
             self._ctx.log.event("run.unsigned", level="warning", reason=str(error))
-        offer = RunOffer(self._ctx.rpc, run.run, lambda: RunFileTold(file, signature))
+        offer = RunOffer(self._ctx.rpc, run.run, lambda: RunFileAnswer(file, signature))
         offer.open()
         return offer
 

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from peerd.compute.data.http_fetch import HttpFetcher, Wanted
+from peerd.compute.data.http_fetch import ExpectedContent, HttpFetcher
 from peerd.compute.data.remote_files import RemoteFileCache, remote_files
 from peerd.compute.file_index import INDEX_NAME, FileIndex, IndexedFile, make_index, parse_index
 from peerd.core.errors import ConfigError
@@ -134,7 +134,7 @@ def test_a_servers_certificate_is_verified(tmp_path: Path, monkeypatch: pytest.M
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(file)
     sink = io.BytesIO()
-    wanted = Wanted(most=4, size=4, sha256=hashlib.sha256(b"text").hexdigest())
+    wanted = ExpectedContent(most=4, size=4, sha256=hashlib.sha256(b"text").hexdigest())
     with serving(tmp_path, context) as web:
         url = web.url("a.txt")
         if case == "known":

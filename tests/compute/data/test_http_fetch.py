@@ -23,15 +23,15 @@ from peerd.compute.data.http_fetch import (
     READ_TIMEOUT_S,
     SLOWEST_BYTES_PER_S,
     DataUnavailable,
+    ExpectedContent,
     HttpFetcher,
-    Wanted,
     _Redirects,
 )
 from peerd.core.errors import ConfigError
 
 URL = "https://data.example/shard"
 BODY = bytes(range(256)) * 8
-WANTED = Wanted(most=len(BODY), size=len(BODY), sha256=hashlib.sha256(BODY).hexdigest())
+WANTED = ExpectedContent(most=len(BODY), size=len(BODY), sha256=hashlib.sha256(BODY).hexdigest())
 
 
 class Played:
@@ -82,7 +82,7 @@ class Server:
             return Played(self, answer, **self.headers)
         return Played(self, answer, 206, Content_Range=f"{start.replace('=', ' ')}{len(BODY) - 1}/{len(BODY)}")
 
-    def fetch(self, wanted: Wanted = WANTED) -> bytes:
+    def fetch(self, wanted: ExpectedContent = WANTED) -> bytes:
         sink = io.BytesIO()
         HttpFetcher(self, lambda: self.now, self.waited.append).fetch(URL, wanted, sink)
         return sink.getvalue()
@@ -164,8 +164,8 @@ def test_a_wrong_certificate_is_not_tried_again() -> None:
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("wanted", [WANTED, Wanted(most=len(BODY))])
-def test_a_body_without_end_is_read_no_further_than_allowed(wanted: Wanted) -> None:
+@pytest.mark.parametrize("wanted", [WANTED, ExpectedContent(most=len(BODY))])
+def test_a_body_without_end_is_read_no_further_than_allowed(wanted: ExpectedContent) -> None:
     server = Server([BODY, BODY, BODY])
     with pytest.raises(ConfigError, match=r"the index says 2048|more than the 2048 that are allowed"):
         server.fetch(wanted)

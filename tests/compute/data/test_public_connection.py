@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from peerd.compute.data.http_fetch import DataUnavailable, HttpFetcher, Wanted
+from peerd.compute.data.http_fetch import DataUnavailable, ExpectedContent, HttpFetcher
 from peerd.compute.data.public_connection import public_addresses
 from peerd.core.errors import ConfigError
 from peerd.core.run.public_ip import host_fault, is_public
@@ -22,7 +22,7 @@ from tests.worlds.processes.webserver import WebServer, serving
 
 NAME, HOME = "data.example", "router.example"
 PUBLIC, PRIVATE = "9.9.9.9", "10.0.0.1"
-WANTED = Wanted(most=4, size=4, sha256=hashlib.sha256(b"text").hexdigest())
+WANTED = ExpectedContent(most=4, size=4, sha256=hashlib.sha256(b"text").hexdigest())
 
 pytestmark = pytest.mark.socket
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-untyped, unused-ignore]
 
 from peerd.compute.export.export import ExportRequest, export
-from peerd.compute.export.loaded_model import Style, TextPieces, Uncached, load_export, write_text
+from peerd.compute.export.loaded_model import SamplingOptions, TextPieces, Uncached, load_export, write_text
 from peerd.compute.model.partition import whole_model
 from peerd.compute.tokenizer import ByteTokenizer, FileTokenizer
 from peerd.core.errors import ConfigError
@@ -26,7 +26,7 @@ def test_text_from_a_model_repeats_with_its_seed_and_has_no_separator() -> None:
     model = Uncached(whole_model(make_run()), 12, vocab.separator)
 
     def text(**style: float) -> str:
-        return "".join(write_text(model, vocab, "import ", 30, Style(**style)))  # type: ignore[arg-type]
+        return "".join(write_text(model, vocab, "import ", 30, SamplingOptions(**style)))  # type: ignore[arg-type]
 
     assert text(seed=1) == text(seed=1)
     assert text(seed=1) != text(seed=2)

@@ -14,7 +14,7 @@ from peerd.core.limits import RPC_LEAST_BYTES_PER_S
 from peerd.core.messages.encoding import decode, encode
 from peerd.core.messages.swarm import Done, LineInfo, Party, Prepare, Redo
 from peerd.machine.averaging.member_plan import MemberTerms, plan_of
-from peerd.machine.averaging.topology import GroupTopology, Ordered, OrderedGroup, foretold_mates
+from peerd.machine.averaging.topology import GroupTopology, OrderedGroup, SumTopology, foretold_mates
 from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.machine.conductor.conductor import Conductor
 from peerd.machine.swarm.events import (
@@ -52,7 +52,7 @@ def order_to(one: OrderedGroup, brings: bytes | None = None) -> Prepare:
     return decode(Prepare, encode(order_of(one, b"a" * 16, brings, 60.0, last=True)))
 
 
-def is_flat(found: Ordered) -> bool:
+def is_flat(found: SumTopology) -> bool:
     return len(found.groups) == 1 and not found.sides
 
 

@@ -133,7 +133,7 @@ class World:
             claim = TRUTH if told.catches_up and self.claims[ask.donor] > 1 else told.claim
             if told.step_s:
                 return self.stepping(ask, told)
-            return dl.Vouched(ask.ask, claim), self.now + told.manifest_s
+            return dl.ClaimReceived(ask.ask, claim), self.now + told.manifest_s
         if self.now >= told.gone_at:
             return dl.DonorFailed(ask.ask, "no such copy", gone=True), self.now + 0.01
         if ask.piece == dl.DIGESTS:
@@ -153,7 +153,7 @@ class World:
         else:
             at += self.rng.uniform(0.0, told.copies_in_s)
         step = told.stands_at(at)
-        return dl.Vouched(ask.ask, Claim(Position(step, b"x"), step.to_bytes(32, "big"))), at + told.manifest_s
+        return dl.ClaimReceived(ask.ask, Claim(Position(step, b"x"), step.to_bytes(32, "big"))), at + told.manifest_s
 
 
 def world(pieces: int = 40, **behaviours: Behaviour) -> World:
@@ -362,8 +362,8 @@ def test_answers_that_nobody_waits_for_change_nothing() -> None:
     assert isinstance(ask, dl.AskDonor)
     assert download.handle(0.1, dl.Arrived(99)) == []
     assert download.handle(0.1, dl.Wrong(99, "")) == []
-    assert any(isinstance(output, dl.Chosen) for output in download.handle(0.2, dl.Vouched(ask.ask, TRUTH)))
-    assert download.handle(0.3, dl.Vouched(ask.ask, OTHER)) == []
+    assert any(isinstance(output, dl.Chosen) for output in download.handle(0.2, dl.ClaimReceived(ask.ask, TRUTH)))
+    assert download.handle(0.3, dl.ClaimReceived(ask.ask, OTHER)) == []
 
 
 def test_no_more_donors_are_asked_than_allowed() -> None:

@@ -14,7 +14,16 @@ from peerd.core import limits
 from peerd.core.addr import circuit_addr, parse_addr, with_peer
 from peerd.core.errors import ConfigError, ProtocolViolation, Refused, Unreachable
 from peerd.core.ids import PeerId
-from peerd.core.protobuf.circuit import HOP, STOP, HopKind, HopMessage, Promise, Status, StopKind, StopMessage
+from peerd.core.protobuf.circuit import (
+    HOP,
+    STOP,
+    HopKind,
+    HopMessage,
+    ReservationMessage,
+    Status,
+    StopKind,
+    StopMessage,
+)
 from peerd.core.protobuf.voucher import Voucher
 from peerd.machine.connectivity.path_selection import PathKind
 from peerd.machine.connectivity.relay import RelayConfig
@@ -224,7 +233,7 @@ async def answering(hosts: Hosts, answer: HopMessage | None) -> tuple[Host, Clie
             HopMessage(
                 kind=HopKind.STATUS,
                 status=Status.OK,
-                promise=Promise(
+                promise=ReservationMessage(
                     int(EPOCH_S) + 100,
                     voucher=Voucher(keypair("r").peer_id, keypair("x").peer_id, 1).seal(keypair("r")),
                 ),
@@ -233,7 +242,7 @@ async def answering(hosts: Hosts, answer: HopMessage | None) -> tuple[Host, Clie
             "another peer",
         ),
         (
-            HopMessage(kind=HopKind.STATUS, status=Status.OK, promise=Promise(0, voucher=b"\x08\x01")),
+            HopMessage(kind=HopKind.STATUS, status=Status.OK, promise=ReservationMessage(0, voucher=b"\x08\x01")),
             ProtocolViolation,
             "public key is a number",
         ),
@@ -258,7 +267,7 @@ async def test_the_way_that_led_to_the_relay_is_announced_whatever_it_says_of_it
         claims = ["/ip4/198.51.100.9/tcp/1", "/ip4/0.0.0.0/tcp/1", f"/ip4/198.51.100.9/tcp/2/p2p/{other}"]
         nested = with_peer(circuit_addr(None, other), keypair("r").peer_id)
         addrs = (*(parse_addr(claim).to_bytes() for claim in claims), nested.to_bytes(), b"nonsense")
-        promise = Promise(int(EPOCH_S) + 1000, addrs)
+        promise = ReservationMessage(int(EPOCH_S) + 1000, addrs)
         relay, a = await answering(hosts, HopMessage(kind=HopKind.STATUS, status=Status.OK, promise=promise))
         held = await a.circuits.reserve(relay.id)
         ways = [*relay.listen_addrs(), parse_addr(claims[0])]  # what led us there comes first, whatever it claims

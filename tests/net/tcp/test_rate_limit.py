@@ -14,7 +14,7 @@ from peerd.core.addr import parse_addr
 from peerd.core.ids import PeerId
 from peerd.core.keys import Keypair
 from peerd.core.run.runfile import LimitsSection
-from peerd.core.work import ReadInTurn, read_at_once
+from peerd.core.work import RateLimitedRead, read_at_once
 from peerd.machine.rate.limiter import SLACK_S
 from peerd.net import tcp_info
 from peerd.net.clock import RealClock
@@ -237,7 +237,7 @@ async def test_the_system_counts_what_a_connection_costs() -> None:
         assert after.header_bytes <= into <= 3 * after.header_bytes
 
 
-async def seconds_to_read(reads: ReadInTurn, total: int, most: int, given: Callable[[int], int]) -> float:
+async def seconds_to_read(reads: RateLimitedRead, total: int, most: int, given: Callable[[int], int]) -> float:
     """Until a thread has read so many bytes; `given`: how many of those that it may bring have come."""
     began, came = trio.current_time(), 0
 

@@ -23,7 +23,7 @@ from peerd.machine.averaging.topology import GroupTopology
 from peerd.machine.averaging.work_split import WorkSplitter
 from peerd.service.averaging.allreduce import AllReduceService
 from peerd.service.rpc.rpc import CallStream
-from peerd.service.run_services import Carries
+from peerd.service.run_services import LineSpeeds
 from peerd.training.stage.averaging import AveragingRounds, Total
 from tests.service.averaging.test_allreduce import Node, group, send_part
 from tests.worlds.machines.grids import attempt_name, order_of, rounds_of
@@ -43,8 +43,8 @@ class Services:
 
     averaging: AllReduceService
 
-    def carries(self) -> Carries:
-        return Carries(0.0, 0.0, True, True, True)
+    def carries(self) -> LineSpeeds:
+        return LineSpeeds(0.0, 0.0, True, True, True)
 
 
 class Member:

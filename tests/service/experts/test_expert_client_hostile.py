@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.contract import ExpertAsk
+from peerd.core.experts.contract import ExpertCall
 from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.experts import Output
@@ -133,7 +133,7 @@ def test_a_gradient_other_than_asked_counts_as_a_constant(
         (ask,) = asks_for([A])
         (reply,) = await caller.client.forward([ask], 2)
         assert reply is not None
-        back = ExpertAsk(A, ask.samples, (*ask.frames, frame(2)), reply.served)
+        back = ExpertCall(A, ask.samples, (*ask.frames, frame(2)), reply.served)
         assert await caller.client.backward([back]) == [None]
         assert len(named(caplog, liar)) == 1
         assert liar.updates == {A: 1}, "a lie is not asked for again"
@@ -148,7 +148,7 @@ def test_a_silent_host_costs_the_deadline_once_and_is_named(caplog: pytest.LogCa
         await honest.host(B)
         silent.forward = never
         await scored(caller)
-        asks = [ExpertAsk(A, (0,), (frame(1),)), ExpertAsk(B, (1,), (frame(1),))]
+        asks = [ExpertCall(A, (0,), (frame(1),)), ExpertCall(B, (1,), (frame(1),))]
         began = trio.current_time()
         with pytest.raises(TooFewExperts, match=r"sample 0 has 0 of 1 answers: expert 0\.1\.2 .*"):
             await caller.client.forward(asks, 2)

@@ -17,7 +17,7 @@ from peerd.core.errors import ProtocolViolation, Refused, RemoteError, Unreachab
 from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.encoding import Empty
-from peerd.core.messages.experts import HolderOffer, Keep, PieceWanted, Pointer
+from peerd.core.messages.experts import CheckpointRef, HolderOffer, Keep, PieceWanted
 from peerd.service.experts import vault_disk, vault_fetch
 from peerd.service.experts.vault import KEEP
 from peerd.service.experts.vault_disk import digests_of
@@ -34,7 +34,7 @@ RUN = expert_run()
 UID = Uid(0, (1, 2))
 
 
-async def own(peer: ExpertPeer, data: bytes, **facts: Any) -> Pointer:
+async def own(peer: ExpertPeer, data: bytes, **facts: Any) -> CheckpointRef:
     """A checkpoint of `peer` on its own disk."""
     pointer = pointer_to(data, peer.name, RUN, facts.pop("uid", UID), **facts)
     await peer.vault.put(pointer, digests_of(data), data)

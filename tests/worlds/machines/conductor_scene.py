@@ -20,7 +20,7 @@ from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.duty import Duty
 from peerd.service.conductor.machine_driver import MachineDriver
-from peerd.service.conductor.orders import ConductingConfig, Reign
+from peerd.service.conductor.orders import ConductingConfig, OrderContext
 from peerd.service.conductor.reports import Reports
 from peerd.service.conductor.rivals import ConductorClaim
 from peerd.service.rpc.rpc import Incoming
@@ -50,13 +50,13 @@ class Orders:
         self.prepares: list[SendPrepare] = []
         self.moves: list[SendMove] = []
         self.cancelled: list[bytes] = []
-        self.reign: Reign | None = None
+        self.reign: OrderContext | None = None
 
-    def begin(self, nursery: trio.Nursery, orders: list[SendPrepare], reign: Reign) -> None:
+    def begin(self, nursery: trio.Nursery, orders: list[SendPrepare], reign: OrderContext) -> None:
         self.prepares += orders
         self.reign = reign
 
-    async def move(self, order: SendMove, reign: Reign) -> None:
+    async def move(self, order: SendMove, reign: OrderContext) -> None:
         await trio.lowlevel.checkpoint()
         self.moves.append(order)
 

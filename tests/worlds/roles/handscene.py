@@ -13,7 +13,7 @@ import torch
 import trio
 
 from peerd.core.frame import TensorFrame
-from peerd.core.messages.handover import Pass, Passed, Ticket
+from peerd.core.messages.handover import PassAnswer, PassRequest, Ticket
 from peerd.core.messages.proof import grant, signed_ticket
 from peerd.core.messages.swarm import Grant, GrantStatement, Mb, MemberInfo, Seqs
 from peerd.core.run.runfile import BatchSection, ModelSection, PipelineSection, fingerprint
@@ -85,10 +85,12 @@ class HandScene:
             await host.connect(keypair(other).peer_id, [self._hosts.addr(other)])
         return rpc
 
-    async def join_stage(self, name: str, answer: Callable[[Incoming[Pass]], Awaitable[Any]], **line: float) -> Rpc:
+    async def join_stage(
+        self, name: str, answer: Callable[[Incoming[PassRequest]], Awaitable[Any]], **line: float
+    ) -> Rpc:
         """A peer that all take for one of the stage in its name."""
         rpc = await self.join(name, **line)
-        rpc.serve(PASS, Pass, answer, declared=declared(frames=2, frame_bytes=1 << 20))
+        rpc.serve(PASS, PassRequest, answer, declared=declared(frames=2, frame_bytes=1 << 20))
         told = MemberInfo(text(name), int(name[-1]), [], True, since=2.0)
         self.listed.append(told)
         for peer in self.peers.values():
@@ -107,8 +109,8 @@ class HandScene:
     def granted(self, trainer: str, *seqs: int, step: int = 0, by: str = "a0") -> Grant:
         return grant(keypair(by).sign, GrantStatement(MARK, 1, step, text(trainer), Seqs.of(seqs or range(64))))
 
-    def body(self, stage: int, trainer: str, shown: Ticket, **changes: Any) -> Pass:
-        good = Pass(MARK, stage, text(trainer), shown, self.granted(trainer))
+    def body(self, stage: int, trainer: str, shown: Ticket, **changes: Any) -> PassRequest:
+        good = PassRequest(MARK, stage, text(trainer), shown, self.granted(trainer))
         return msgspec.structs.replace(good, **changes)
 
     def ticket(
@@ -126,10 +128,10 @@ class HandScene:
         return signed_ticket(keypair(by or trainer).sign, rest.get("run", MARK), text(by or trainer), bare)
 
     async def call(
-        self, caller: str, to: str, body: Pass, frames: Sequence[TensorFrame], timeout_s: float = 100.0
-    ) -> Answer[Passed]:
+        self, caller: str, to: str, body: PassRequest, frames: Sequence[TensorFrame], timeout_s: float = 100.0
+    ) -> Answer[PassAnswer]:
         peer = keypair(to).peer_id
-        return await self.rpcs[caller].call(peer, PASS, body, Passed, frames=frames, timeout_s=timeout_s)
+        return await self.rpcs[caller].call(peer, PASS, body, PassAnswer, frames=frames, timeout_s=timeout_s)
 
     def pipeline(self, trainer: str) -> DirectPipeline:
         """An honest trainer's, which relays as long as it is there."""
