@@ -21,7 +21,7 @@ import trio
 
 from peerd.control.connectivity import own_surroundings
 from peerd.control.open_hours import OpenHours
-from peerd.control.resting import Rester
+from peerd.control.rester import Rester
 from peerd.control.token_files import CredentialFiles, own_papers
 from peerd.core.keys import Keypair
 from peerd.daemon import Daemon, DaemonPlan, LocalResources, say

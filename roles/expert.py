@@ -1,8 +1,8 @@
 """Role `expert`: hosts experts of a run's layers, as many as fit into memory, and keeps checkpoints of other hosts'
 experts.
 
-`training/expert/host` chooses the experts to host. `training/expert/keeping` keeps the checkpoints, so that experts
-survive their host.
+`training/expert/host` chooses the experts to host. `training/expert/vault_keeper` keeps the checkpoints, so that
+experts survive their host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from peerd.core.run.runfile import RunFile, unused_precision
 from peerd.role import RoleContext
 from peerd.service.swarm.contributions import PERIOD_S
 from peerd.training.expert.host import ExpertHost
-from peerd.training.expert.keeping import VaultKeeper
+from peerd.training.expert.vault_keeper import VaultKeeper
 
 _COUNTED_S: Final = PERIOD_S / 4  # interval for counting the updates made
 

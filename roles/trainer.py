@@ -32,7 +32,7 @@ from peerd.machine.rate.work_rate import WorkRate
 from peerd.role import RoleContext
 from peerd.service.pipeline.direct import DirectPipeline
 from peerd.service.pipeline.microbatch import Microbatch
-from peerd.service.pipeline.relaying import TrainerRelay
+from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.training.contributor import Contributor
 from peerd.training.moe.asynchronous_flights import AsynchronousFlights, FlightPlan, flights_of
 from peerd.training.moe.expert_flights import ExpertFlights

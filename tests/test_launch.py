@@ -19,7 +19,7 @@ from peerd import daemon, home
 from peerd.commands.status import status_view
 from peerd.control import socket
 from peerd.control.open_hours import OpenHours
-from peerd.control.resting import Rester
+from peerd.control.rester import Rester
 from peerd.core.keys import Keypair
 from peerd.core.run.runfile import LimitsSection
 from peerd.daemon import DaemonPlan

@@ -22,7 +22,7 @@ from peerd.net.host.host import Host
 from peerd.net.host.upkeep import Upkeep
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.service.connectivity.autonat import AutoNat, AutoNatConfig, port_of
-from peerd.service.connectivity.dcutr import HolePuncher
+from peerd.service.connectivity.hole_puncher import HolePuncher
 from peerd.service.connectivity.lan_discovery import Finder, LanDiscovery, own_finder
 from peerd.service.connectivity.port_mapping import PortMapping, own_routers
 from peerd.service.connectivity.relay import Relay

@@ -25,7 +25,7 @@ import trio
 from peerd.compute.experts.dmoe import DMoE
 from peerd.config import load_run
 from peerd.core.errors import ConfigError
-from peerd.core.experts.contract import ExpertCall, ExpertCaller, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertCaller, ExpertReply
 from peerd.core.experts.grid import Uid
 from peerd.core.run.runfile import RunFile
 from peerd.daemon import Daemon
@@ -122,7 +122,7 @@ class ExpertPeer:
                 return trio.from_thread.run_sync(self._snapshot, trio_token=self._token)
         return {}
 
-    # --- calls to experts, as `core.experts.contract.ExpertCaller` -------------------------------------------------
+    # --- calls to experts, as `core.experts.expert_network.ExpertCaller` ---------------
 
     def choose(self, layer: int, scores: Sequence[np.ndarray], k: int) -> list[list[Uid]]:
         """The best `k` live experts of each sample, best first; fewer if fewer are alive."""

@@ -37,7 +37,7 @@ from peerd.net.host.host import Host, PeerDown
 from peerd.service.dht.dht import Dht
 from peerd.service.rpc.inbound import renewed
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.rpc.types import Answer, Incoming
+from peerd.service.rpc.rpc_types import Answer, Incoming
 
 _log = logging.getLogger("peerd.access")
 

@@ -21,7 +21,7 @@ from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.net.host.host import Host
 from peerd.service.peer_stack import PeerStack
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.rpc.types import Answer, Incoming
+from peerd.service.rpc.rpc_types import Answer, Incoming
 
 SIGNATURE_FILE: Final = "run.signature"  # in the data directory
 _ANSWER_S: Final = 10.0  # for a file of some kilobytes

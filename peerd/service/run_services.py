@@ -31,8 +31,8 @@ from peerd.service.conductor.commit_proofs import CommitProofs, trusted_peers
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.conductor_server import ConductorServer
 from peerd.service.conductor.orders import ConductingConfig
-from peerd.service.conductor.placing import StageFinder
 from peerd.service.conductor.rivals import Rivals
+from peerd.service.conductor.stage_finder import StageFinder
 from peerd.service.dht.dht import Dht
 from peerd.service.network.link_watch import LinkWatch
 from peerd.service.pipeline.direct import DirectPipeline

@@ -20,8 +20,8 @@ import trio
 
 from peerd.core.errors import LocalError
 from peerd.sim.clock import SimAgenda
+from peerd.sim.sim_pipe import PACKET_BYTES, RETRANSMIT_MIN_S, Segment, SimPipe, SimulatedLine
 from peerd.sim.trace import Trace
-from peerd.sim.wire import PACKET_BYTES, RETRANSMIT_MIN_S, Segment, SimPipe, SimulatedLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from waiting import eventually
 from peerd.compute.codec.frames import to_frame
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.worker import DeviceWorker, use_threads
-from peerd.core.experts.contract import ExpertCall
+from peerd.core.experts.expert_network import ExpertCall
 from peerd.core.experts.grid import Uid
 from peerd.core.keys import Keypair
 from peerd.core.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile

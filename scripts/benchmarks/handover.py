@@ -34,8 +34,8 @@ from peerd.core.decoders import convert
 from peerd.core.run.runfile import RunFile
 from peerd.sim.clock import run_virtual
 from peerd.sim.programs import swarm
+from peerd.sim.sim_pipe import PACKET_BYTES
 from peerd.sim.simnet import SimLine
-from peerd.sim.wire import PACKET_BYTES
 from peerd.sim.world import World, WorldConfig
 from roles.trainer import TrainerRole
 from tests.worlds.roles.virtualroles import Roles

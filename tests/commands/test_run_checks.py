@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from peerd.commands.doctor.finding import CheckResult
+from peerd.commands.doctor.check_result import CheckResult
 from peerd.commands.doctor.run_checks import RunNeeds, precision_checks, run_checks
 from peerd.compute.model.footprint import measured_footprint
 from peerd.core.decoders import convert

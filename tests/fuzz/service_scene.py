@@ -47,10 +47,10 @@ from peerd.net.host.host import Host
 from peerd.net.relay.circuit_transport import Circuits
 from peerd.role import RoleContext
 from peerd.service.connectivity.autonat import AutoNat
-from peerd.service.connectivity.dcutr import HolePuncher
+from peerd.service.connectivity.hole_puncher import HolePuncher
 from peerd.service.connectivity.relay import Relay
 from peerd.service.dht.dht import Dht
-from peerd.service.pipeline.relaying import TrainerRelay
+from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.service.rpc.rpc import Rpc
 from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import KEPT, StateItem, StateServer

@@ -16,7 +16,7 @@ import trio
 from peerd.commands.status.swarm_view import swarm_view
 from peerd.compute.worker import InlineWorker
 from peerd.core.errors import ConfigError
-from peerd.core.experts.contract import ExpertCall, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply
 from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
 from peerd.core.run.runfile import ExpertsSection, LimitsSection, ModelSection, RunFile

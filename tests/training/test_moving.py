@@ -16,8 +16,8 @@ from peerd.core.keys import Keypair
 from peerd.core.model.stage_memory import StageFootprint
 from peerd.core.run.runfile import PipelineSection, PlanSection
 from peerd.signals import Signal
-from peerd.training.stage.moving import StageMove
 from peerd.training.stage.post import Post
+from peerd.training.stage.stage_move import StageMove
 
 STATE_BYTES = 1_000_000_000  # 8,000 s on a line of 1 Mb/s
 

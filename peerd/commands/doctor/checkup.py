@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from peerd import registry
-from peerd.commands.doctor.finding import CheckResult, CheckVerdict, failed
+from peerd.commands.doctor.check_result import CheckResult, CheckVerdict, failed
 from peerd.commands.doctor.machine_checks import data_dir_checks, device_checks, version_checks
 from peerd.commands.doctor.network_checks import NetworkTarget, network_checks
 from peerd.commands.doctor.run_checks import RunNeeds, run_checks, visiting_as

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from peerd.commands.doctor.finding import CheckResult, CheckVerdict, failed
+from peerd.commands.doctor.check_result import CheckResult, CheckVerdict, failed
 from peerd.commands.doctor.idle_gpu import idle_gpu
 from peerd.core.errors import ConfigError, missing_package
 from peerd.core.version import VERSION

@@ -14,7 +14,7 @@ from typing import Final
 import trio
 from multiaddr import Multiaddr
 
-from peerd.commands.doctor.finding import CheckResult, CheckVerdict
+from peerd.commands.doctor.check_result import CheckResult, CheckVerdict
 from peerd.control.token_files import CredentialFiles
 from peerd.core.addr import parse_addr, parse_announced, split_peer, tcp_place
 from peerd.core.addr import reach as addr_reach

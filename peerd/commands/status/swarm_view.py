@@ -28,7 +28,7 @@ from peerd.core.record import Record
 from peerd.core.run.runfile import RunFile
 from peerd.machine.batch.counted_work import PeerWork
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.types import AccessGuard
+from peerd.service.rpc.rpc_types import AccessGuard
 from peerd.service.swarm.counted_record import CountedTable, read_counted
 
 SWARM_TIMEOUT_S: Final = 5.0

@@ -30,7 +30,7 @@ from peerd.compute.experts.blocks import seed_of
 from peerd.compute.experts.exchange import Exchange
 from peerd.compute.experts.expert_mixture import imbalance, mixed
 from peerd.core.errors import ConfigError
-from peerd.core.experts.contract import ExpertCaller
+from peerd.core.experts.expert_network import ExpertCaller
 from peerd.core.experts.grid import Uid, grid_of, sample_shapes
 from peerd.core.run.runfile import RunFile
 

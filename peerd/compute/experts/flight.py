@@ -22,7 +22,7 @@ from torch import Tensor
 from peerd.compute.experts.era import Era
 from peerd.compute.experts.exchange import Exchange
 from peerd.compute.experts.trunk import Answers, Junction, TrunkModule
-from peerd.core.experts.contract import ExpertCall, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply
 from peerd.core.experts.grid import Uid
 
 Scores = list[np.ndarray]

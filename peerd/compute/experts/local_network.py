@@ -15,7 +15,7 @@ import numpy as np
 
 from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.contract import ExpertCall, ExpertReply, ServedBy
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply, ServedBy
 from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.run.runfile import ExpertsSection, RunFile
 from peerd.core.work import Worker

@@ -21,7 +21,7 @@ from peerd.machine.batch.lateness import Lateness
 from peerd.machine.batch.ledger import Counted, Ledger
 from peerd.machine.swarm.events import TrainerReport, Verify
 from peerd.machine.swarm.posts import peer_of
-from peerd.machine.swarm.revisions import ReaderVersions
+from peerd.machine.swarm.reader_versions import ReaderVersions
 from peerd.machine.swarm.roster import RosterEntry
 
 _SHED_AT_ONCE = 128  # entries of a finished batch freed with each report, as freeing all at once causes delays

@@ -16,7 +16,7 @@ from peerd.core.messages.swarm import Mb
 from peerd.machine.batch.batches import Batches
 from peerd.machine.batch.credit import CreditFault, fault_of
 from peerd.machine.batch.probation import Probation
-from peerd.machine.conductor.standing import Ban, FailureRecord
+from peerd.machine.conductor.failure_record import Ban, FailureRecord
 from peerd.machine.positions.proven_positions import EstablishedMembers
 from peerd.machine.swarm.events import Note, Origin, Output
 from peerd.machine.swarm.posts import peer_of

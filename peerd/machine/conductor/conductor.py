@@ -25,7 +25,7 @@ from peerd.machine.batch.batches import Batches
 from peerd.machine.batch.counted_work import CountedWork
 from peerd.machine.batch.divergence import Divergence
 from peerd.machine.conductor.blame import Blame
-from peerd.machine.conductor.resting import RestChoice
+from peerd.machine.conductor.rest_choice import RestChoice
 from peerd.machine.conductor.stage_close import StageClosing
 from peerd.machine.conductor.step_cycle import StepCycle
 from peerd.machine.positions.phases import Phase, RunPhase
@@ -47,7 +47,7 @@ from peerd.machine.swarm.events import (
     TransferRefused,
 )
 from peerd.machine.swarm.posts import peer_of
-from peerd.machine.swarm.revisions import ReaderVersions
+from peerd.machine.swarm.reader_versions import ReaderVersions
 from peerd.machine.swarm.roster import Roster
 
 _IDLE_S = 5.0  # between wake-ups when nothing is due

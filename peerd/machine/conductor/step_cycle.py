@@ -13,7 +13,7 @@ import math
 
 from peerd.core.messages.swarm import Position
 from peerd.machine.batch.batches import Batches, StageView
-from peerd.machine.conductor.resting import RestChoice
+from peerd.machine.conductor.rest_choice import RestChoice
 from peerd.machine.conductor.stage_close import StageClosing
 from peerd.machine.positions.phases import Phase, RunPhase
 from peerd.machine.swarm.events import ConductorConfig, Note, Output, SendMove, TrainerReport

@@ -2,11 +2,11 @@
 
 The peer that was dialed over the relay is active: it dials the other's public addresses, then proposes a simultaneous
 open, at most PUNCH_ATTEMPTS times. Then the pair pauses, longer after each failure, until either side's addresses
-change. `PunchMemory` stores the pauses; the rest are pure functions. No IO: `service/connectivity/dcutr.py` exchanges
-messages and dials. Invariants: tables are bounded; an address reported by a peer is dialed only if it is a literal TCP
-address of a public host or in a network of this peer; few are dialed at a time, and no host often on others' reports.
-Hostile input: a peer may report addresses of other hosts or in our own network, and may fail on purpose
-forever. Source: libp2p specs `relay/DCUtR.md`.
+change. `PunchMemory` stores the pauses; the rest are pure functions. No IO: `service/connectivity/hole_puncher.py`
+exchanges messages and dials. Invariants: tables are bounded; an address reported by a peer is dialed only if it is a
+literal TCP address of a public host or in a network of this peer; few are dialed at a time, and no host often on
+others' reports. Hostile input: a peer may report addresses of other hosts or in our own network, and may fail on
+purpose forever. Source: libp2p specs `relay/DCUtR.md`.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from peerd.core.ids import Key
 from peerd.core.limits import DHT_LARGE_BYTES
 from peerd.core.record import Record
 from peerd.machine.dht import messages as q
+from peerd.machine.dht.key_search import KeySearch, Placement, Task
 from peerd.machine.dht.lookup import Lookup, LookupGuide, LookupRule
 from peerd.machine.dht.node_state import NodeState
-from peerd.machine.dht.query import KeySearch, Placement, Task
 from peerd.machine.dht.requests import PendingRequests
 from peerd.machine.dht.routing_table import KEY_BITS, Contact, place
 from peerd.machine.dht.store import answer_bytes, is_large

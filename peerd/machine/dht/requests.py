@@ -21,8 +21,8 @@ from peerd.core.limits import (
 )
 from peerd.core.record import MAX_RECORD_BYTES, Record, Verifier
 from peerd.machine.dht import messages as q
+from peerd.machine.dht.key_search import KeySearch, Placement, Task
 from peerd.machine.dht.neighbours import Neighbours
-from peerd.machine.dht.query import KeySearch, Placement, Task
 from peerd.machine.dht.routing_table import Contact
 from peerd.machine.dht.store import answer_bytes
 

@@ -6,10 +6,10 @@ only as a link of a chain. A peer that knows the owner of an expert follows
 * the host to which that owner handed it, by its signature (`CheckpointRef.heir`), unless the owner has made updates
 since;
 * once the owner's claim is gone, or was not renewed for longer than a period: a host that claims the next generation,
-  and whose checkpoint continues from one that a known owner signed (`PreviousOwner`). Its claim comes before its checkpoint,
-  so others wait for the checkpoint, for a while (`turns`). If no checkpoint of a known owner was left for a period, no
-  link is needed. A host that made its claim while the owner still renewed its own is skipped, unless holders vouch for
-  it;
+  and whose checkpoint continues from one that a known owner signed (`PreviousOwner`). Its claim comes before its
+  checkpoint, so others wait for the checkpoint, for a while (`turns`). If no checkpoint of a known owner was left for a
+  period, no link is needed. A host that made its claim while the owner still renewed its own is skipped, unless holders
+  vouch for it;
 * after a partition: of two owners, the one for which more networks vouch by holding its checkpoints. If one
   continues from the other, it wins a tie, and holders of its checkpoints do not count for the other
   (`OwnerTree.beats`). If the two hosts do not see the same networks, an order decides which of them yields (`rivals`),
@@ -37,7 +37,7 @@ from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERTS_SEEN
 from peerd.core.messages.experts import CheckpointRef, PreviousOwner
-from peerd.machine.experts.custody import SeenClaim
+from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy, OwnerTree, Seat
 from peerd.machine.owners.rivals import RivalWatch
 from peerd.machine.owners.sightings import Sightings

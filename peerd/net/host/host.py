@@ -39,7 +39,7 @@ from peerd.net.host.failover import Failover
 from peerd.net.host.identify import PeerInfo
 from peerd.net.host.identify_service import IdentifyService
 from peerd.net.host.inbound import InboundGate
-from peerd.net.host.link_table import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent, PeerUp
+from peerd.net.host.link_table import HostTraffic, LinkLimits, Links, PeerDown, PeerEvent, PeerIdentified, PeerUp
 from peerd.net.link.config import LinkConfig
 from peerd.net.link.link import Buffers, Link, Stream
 from peerd.net.link.rails import OFFERS, attach_rail, is_rail, secure_rail
@@ -320,7 +320,7 @@ class Host:
         return await self._introductions.wait(peer, timeout_s)
 
     def watch(self, *, told: bool = False) -> AbstractContextManager[trio.MemoryReceiveChannel[PeerEvent]]:
-        """A channel of PeerUp, PeerDown and, if `told`, PeerTold events from now on, in order (see Links.watch)."""
+        """A channel of PeerUp, PeerDown and, if `told`, PeerIdentified events in order; see Links.watch."""
         return self.links.watch(told=told)
 
     def when_moved(self, told: Callable[[PeerId], None]) -> None:

@@ -113,7 +113,7 @@ class Links:
         self._kept: dict[PeerId, int] = {}  # peers whose idle links must not be closed; number of `keep` calls
         self.blocks: frozenset[str] = frozenset()  # address blocks of all peers ever connected (dial_quota)
         self._past_in = self._past_out = 0  # bytes of ended links
-        self._watchers: dict[int, tuple[trio.MemorySendChannel[PeerEvent], bool]] = {}  # channel, wants PeerTold
+        self._watchers: dict[int, tuple[trio.MemorySendChannel[PeerEvent], bool]] = {}  # channel, wants PeerIdentified
         self._next_watcher = 0
 
     def __len__(self) -> int:
@@ -335,7 +335,7 @@ class Links:
 
     @contextmanager
     def watch(self, *, told: bool = False) -> Iterator[trio.MemoryReceiveChannel[PeerEvent]]:
-        """A channel of events from now on, with PeerTold only if `told`.
+        """A channel of events from now on, with PeerIdentified only if `told`.
 
         If limits.WATCH_EVENTS events are unread, newer ones are dropped with a warning.
         """

@@ -22,7 +22,7 @@ from peerd.service.conductor.commit_proofs import CommitProofs
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.duty import Duty
 from peerd.service.conductor.machine_driver import MachineDriver
-from peerd.service.conductor.network_desk import NetworkMapServer
+from peerd.service.conductor.network_map_server import NetworkMapServer
 from peerd.service.conductor.orders import ConductingConfig, Orders
 from peerd.service.conductor.reports import Reports
 from peerd.service.conductor.rivals import Rivals
@@ -31,7 +31,7 @@ from peerd.service.swarm.counted_record import CountedRecord
 
 if TYPE_CHECKING:
     from peerd.machine.placement.problem import StageWork
-    from peerd.service.conductor.replanning import Replanner
+    from peerd.service.conductor.replanner import Replanner
 
 log = logging.getLogger("peerd.service.conductor.conductor_server")
 
@@ -101,7 +101,7 @@ class ConductorServer:
         self._duty.work = tuple(stage.flops for stage in stages)
         self._replanning = None
         if planner is not None:
-            from peerd.service.conductor.replanning import Replanner  # brings numpy, which a backbone does not need
+            from peerd.service.conductor.replanner import Replanner  # brings numpy, which a backbone does not need
 
             self._replanning = Replanner(self._driver, self._clock, stages, self._microbatches, planner)
 

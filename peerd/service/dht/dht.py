@@ -41,7 +41,7 @@ from peerd.service.dht import codec as wire
 from peerd.service.dht.bootstrap import BootstrapPeers
 from peerd.service.dht.requests import DhtRequests, PeerClock
 from peerd.service.rpc.rpc import Rpc
-from peerd.service.rpc.types import Answer, Incoming
+from peerd.service.rpc.rpc_types import Answer, Incoming
 
 __all__ = ["Dht", "DhtConfig", "Record"]
 

@@ -1,4 +1,4 @@
-"""Calls to the experts of one run, for layers of experts: implements `core.experts.contract.ExpertNetwork`.
+"""Calls to the experts of one run, for layers of experts: implements `core.experts.expert_network.ExpertNetwork`.
 
 Every call goes to the host whose claim counts and never to another one, because another host has other weights. A
 backward goes to the host that answered its forward, always with the same request id, so that a repeat after a lost link
@@ -34,7 +34,7 @@ from peerd.core.errors import (
     TooSlow,
     Unreachable,
 )
-from peerd.core.experts.contract import ExpertCall, ExpertReply, ServedBy
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply, ServedBy
 from peerd.core.experts.grid import Uid, grid_of, sample_shapes
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_RESTS, EXPERT_TOP_K

@@ -45,7 +45,7 @@ from peerd.core.messages.experts import DIGEST_BYTES, Announced, CheckpointRef, 
 from peerd.core.run.runfile import RunFile, fingerprint
 from peerd.core.work import Worker
 from peerd.machine.budget.book import NEAR, user_at
-from peerd.machine.experts.custody import SeenClaim
+from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.lineage import ExpertLineages
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
 from peerd.net.host.host import Host

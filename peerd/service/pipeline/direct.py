@@ -40,9 +40,9 @@ from peerd.machine.rate.backoff import backoff_s
 from peerd.service.pipeline.microbatch import Microbatch
 from peerd.service.pipeline.next_stage import PASS, PASS_TIMEOUT_S, fault_of_hops
 from peerd.service.pipeline.not_finite import NotFiniteJudge
-from peerd.service.pipeline.relaying import TrainerRelay
 from peerd.service.pipeline.stage_client import StageClient, TrainerCredentials
 from peerd.service.pipeline.stage_peers import StageLinks, StagePeers
+from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.service.rpc.rpc import Answer, Rpc
 
 log = logging.getLogger("peerd.service.pipeline.direct")

@@ -22,7 +22,7 @@ from peerd.machine.rpc.message_codec import END, PART, RpcMessage, encode_messag
 from peerd.service.rpc.inbound import Inbound, Place
 from peerd.service.rpc.outbox import GrowingPayload, Outbox, Outgoing, outgoing
 from peerd.service.rpc.room import Share
-from peerd.service.rpc.types import Answer
+from peerd.service.rpc.rpc_types import Answer
 
 B = TypeVar("B", bound=msgspec.Struct)
 

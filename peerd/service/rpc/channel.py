@@ -28,8 +28,8 @@ from peerd.machine.rpc.method_load import PendingCalls
 from peerd.service.rpc.inbound import Inbound, Slot, renewed
 from peerd.service.rpc.outbox import Outbox, Outgoing, outgoing
 from peerd.service.rpc.room import Room, Share, asked, user_of
+from peerd.service.rpc.rpc_types import RpcStream
 from peerd.service.rpc.task_pool import Tasks
-from peerd.service.rpc.types import RpcStream
 
 Reply = tuple[bytes, tuple[TensorFrame, ...]]  # the body, still encoded, and the frames
 OpenStream = Callable[[], Awaitable[RpcStream]]

@@ -26,7 +26,7 @@ from peerd.core.limits import (
 from peerd.machine.rate.arrival_rate import LineRates
 from peerd.machine.rpc.message_codec import MessageParser, RpcMessage
 from peerd.service.rpc.room import Share
-from peerd.service.rpc.types import RpcStream
+from peerd.service.rpc.rpc_types import RpcStream
 
 _QUICK_MESSAGES = 64  # handled at once, before other tasks run
 

@@ -34,12 +34,12 @@ from peerd.service.rpc.call_stream import CallStream, Encoded
 from peerd.service.rpc.channel import Channel, Reply, Request
 from peerd.service.rpc.loopback import local_pair
 from peerd.service.rpc.room import Room
+from peerd.service.rpc.rpc_types import AccessGuard, Answer, Incoming, RpcHost, RpcStream
 from peerd.service.rpc.served_call import FramesObjection, Method
 from peerd.service.rpc.server import Server
 from peerd.service.rpc.stream_channel import StreamChannel
 from peerd.service.rpc.stream_pool import StreamPool
 from peerd.service.rpc.task_pool import TaskPool, Tasks
-from peerd.service.rpc.types import AccessGuard, Answer, Incoming, RpcHost, RpcStream
 
 __all__ = ["Answer", "CallStream", "Encoded", "Incoming", "Rpc"]
 

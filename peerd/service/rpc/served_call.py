@@ -26,8 +26,8 @@ from peerd.machine.rpc.method_load import MethodLoad, MethodName
 from peerd.service.rpc.call_stream import CallStream
 from peerd.service.rpc.outbox import Outbox, outgoing
 from peerd.service.rpc.room import Share
+from peerd.service.rpc.rpc_types import Answer, Incoming
 from peerd.service.rpc.task_pool import PoolWorker
-from peerd.service.rpc.types import Answer, Incoming
 
 UnaryHandler = Callable[[Incoming[Any]], Awaitable[Answer[Any]]]
 Objection = Callable[[PeerId, Any], PeerdError | None]

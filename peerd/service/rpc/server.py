@@ -50,9 +50,9 @@ from peerd.service.rpc.call_stream import CallStream
 from peerd.service.rpc.inbound import Inbound
 from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.room import Room, Share, user_of
+from peerd.service.rpc.rpc_types import AccessGuard, RpcStream
 from peerd.service.rpc.served_call import Method, ServedCall
 from peerd.service.rpc.task_pool import TaskPool, Tasks
-from peerd.service.rpc.types import AccessGuard, RpcStream
 
 _log = logging.getLogger("peerd.rpc")
 _BATCHES_A_TURN = 16  # of messages, read before other tasks run

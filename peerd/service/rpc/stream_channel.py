@@ -17,8 +17,8 @@ from peerd.service.rpc.channel import Request, encode_request
 from peerd.service.rpc.inbound import Inbound
 from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.room import Room, Share, asked, user_of
+from peerd.service.rpc.rpc_types import RpcStream
 from peerd.service.rpc.task_pool import Tasks
-from peerd.service.rpc.types import RpcStream
 
 
 class StreamChannel:

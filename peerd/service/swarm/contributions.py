@@ -23,7 +23,7 @@ from peerd.core.messages.encoding import encode
 from peerd.core.work import Worker
 from peerd.home import write_atomically
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.types import AccessGuard
+from peerd.service.rpc.rpc_types import AccessGuard
 
 _log = logging.getLogger("peerd.contributions")
 

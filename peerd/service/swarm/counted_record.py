@@ -25,7 +25,7 @@ from peerd.core.messages.encoding import encode
 from peerd.core.record import Record
 from peerd.machine.batch.counted_work import CountedWork, PeerWork
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.types import AccessGuard
+from peerd.service.rpc.rpc_types import AccessGuard
 
 _log = logging.getLogger("peerd.contributions")
 

@@ -37,7 +37,7 @@ from peerd.core.messages.swarm import MemberInfo, Position
 from peerd.machine.swarm.placement import CHOOSING_S, TAKING_S, Arrival
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.types import AccessGuard
+from peerd.service.rpc.rpc_types import AccessGuard
 from peerd.signals import Signal
 
 log = logging.getLogger("peerd.service.swarm.directory")

@@ -23,7 +23,7 @@ from peerd.core.errors import Unreachable
 from peerd.core.ids import PeerId
 from peerd.net.host.host import Host
 from peerd.service.dht.dht import Dht
-from peerd.service.rpc.types import AccessGuard
+from peerd.service.rpc.rpc_types import AccessGuard
 from peerd.service.swarm.directory import RECORD_TTL_S, Directory
 
 _LOOK_S: Final = 1.0  # between two checks

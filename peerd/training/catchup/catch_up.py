@@ -36,8 +36,8 @@ from peerd.role import RoleContext
 from peerd.service.run_services import RunServices
 from peerd.service.state.snapshot import StateItem
 from peerd.signals import Signal
-from peerd.training.catchup.replay import TotalsTrail
 from peerd.training.catchup.step_totals import StepTotal, StepTotals
+from peerd.training.catchup.totals_trail import TotalsTrail
 from peerd.training.catchup.validate import state_at
 
 T = TypeVar("T")

@@ -2,11 +2,11 @@
 
 Every quarter of an announcement period this peer reads the directory. An expert is an orphan if its claim is not
 renewed and its host does not answer, or if nobody claims it. The peers that offer to adopt try one after another, in an
-order that all of them compute alike (`machine.experts.custody`). The adopter loads the last owner's newest checkpoint.
-If bytes do not match their digest or do not load, it tries an older one; if no checkpoint is available, it starts the
-expert from its initial weights. It logs what was lost. Its own checkpoints name the one from which it continued, so
-that others see that it follows the last owner (`machine.owners.lineage`). Claims and signatures of strangers outside
-this chain have no effect.
+order that all of them compute alike (`machine.experts.orphan_watch`). The adopter loads the last owner's newest
+checkpoint. If bytes do not match their digest or do not load, it tries an older one; if no checkpoint is available, it
+starts the expert from its initial weights. It logs what was lost. Its own checkpoints name the one from which it
+continued, so that others see that it follows the last owner (`machine.owners.lineage`). Claims and signatures of
+strangers outside this chain have no effect.
 
 Only one peer adopts at a time. An adopter announces its intention and reads the directory only after that announcement
 is published: once before it fetches and once before it hosts. The announcement stays until its claim is published. So
@@ -40,7 +40,7 @@ from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.limits import EXPERT_STATE_BYTES, EXPERT_TAKING, LINKS
 from peerd.core.messages.experts import CheckpointRef, HolderOffer
-from peerd.machine.experts.custody import OrphanWatch, SeenClaim, draw
+from peerd.machine.experts.orphan_watch import OrphanWatch, SeenClaim, draw
 from peerd.machine.owners.owner_tree import KeptCopy
 from peerd.role import RoleContext
 from peerd.service.experts.kept_directory import CustodyView

@@ -3,9 +3,9 @@ hosts).
 
 A checkpoint is a snapshot between two updates, including moments, taken by a job on the device's worker. Its signed
 pointer and its bytes are handed to `experts.copies` other peers that offer room. The choice of peers follows from the
-names (`machine.experts.custody`), so a newer checkpoint usually goes to the holders of the previous one and replaces
-it. A full disk or missing holders cost only copies: `problem` reports them, and the copy is tried again. An expert that
-never made an update needs no checkpoint, because its weights follow from the run's seed.
+names (`machine.experts.orphan_watch`), so a newer checkpoint usually goes to the holders of the previous one and
+replaces it. A full disk or missing holders cost only copies: `problem` reports them, and the copy is tried again. An
+expert that never made an update needs no checkpoint, because its weights follow from the run's seed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from peerd.core.errors import RemoteError
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.messages.experts import CheckpointRef, HolderOffer, Name, PreviousOwner, state_root
-from peerd.machine.experts.custody import HolderRoom, choose_holders
+from peerd.machine.experts.orphan_watch import HolderRoom, choose_holders
 from peerd.role import RoleContext
 from peerd.service.experts.vault import Vault
 from peerd.service.experts.vault_disk import digests_of

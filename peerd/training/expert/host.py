@@ -33,7 +33,7 @@ from peerd.machine.experts.claims import (
     last_prefixes,
     to_take,
 )
-from peerd.machine.experts.custody import SeenClaim
+from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.experts.sharing import HostShare
 from peerd.role import RoleContext
 from peerd.service.experts.expert_server import ExpertModel, ExpertServer, ServerConfig, ServingStats

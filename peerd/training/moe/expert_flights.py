@@ -24,7 +24,7 @@ from peerd.compute.experts.flight import Scores, TrunkMicrobatch
 from peerd.compute.model.served_stage import Stale
 from peerd.compute.model.stage_module import ResultNotFinite
 from peerd.core.errors import NoMemory, RemoteError
-from peerd.core.experts.contract import ExpertCall, ExpertNetwork, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertNetwork, ExpertReply
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.swarm import Mb, MemberInfo
 from peerd.core.run.runfile import ExpertsSection, RunFile

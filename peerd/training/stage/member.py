@@ -24,8 +24,8 @@ from peerd.role import RoleContext
 from peerd.signals import Signal
 from peerd.training.checkpoints.stage_checkpoints import StageCheckpoints
 from peerd.training.stage.external_model import ExternalModel
-from peerd.training.stage.moving import StageMove
 from peerd.training.stage.post import Post
+from peerd.training.stage.stage_move import StageMove
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ import torch
 from peerd.compute.experts.dmoe import DMoE
 from peerd.compute.experts.local_network import LocalExperts
 from peerd.core.errors import ConfigError, TooFewExperts
-from peerd.core.experts.contract import ExpertCall
+from peerd.core.experts.expert_network import ExpertCall
 from peerd.core.experts.grid import Uid
 from peerd.core.run.runfile import RunFile
 from tests.kit.expert_runs import WIDTH, expert_run, values

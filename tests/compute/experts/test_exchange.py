@@ -11,7 +11,7 @@ import torch
 from peerd.compute.codec.frames import to_frame
 from peerd.compute.experts.exchange import Exchange
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.contract import ExpertReply, ServedBy
+from peerd.core.experts.expert_network import ExpertReply, ServedBy
 from peerd.core.experts.grid import Uid
 from tests.kit.expert_runs import WIDTH, expert_run, values
 

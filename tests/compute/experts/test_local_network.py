@@ -13,7 +13,7 @@ from peerd.compute.experts.hosted_expert import HostedExpert
 from peerd.compute.experts.local_network import LocalExperts, LocalNetwork
 from peerd.compute.worker import InlineWorker
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.contract import ExpertCall, ExpertCaller, ExpertNetwork, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertCaller, ExpertNetwork, ExpertReply
 from peerd.core.experts.grid import Uid
 from tests.kit.expert_runs import WIDTH, expert_run, frame
 

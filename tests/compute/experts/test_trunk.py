@@ -18,7 +18,7 @@ from peerd.compute.experts.trunk import TrunkModule
 from peerd.compute.experts.trunk_stage import TrunkStage
 from peerd.compute.model.served_stage import Stale
 from peerd.core.errors import ConfigError, TooFewExperts
-from peerd.core.experts.contract import ExpertCall, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply
 from peerd.core.experts.grid import Uid
 from peerd.core.messages.swarm import Mb
 from peerd.core.run.runfile import (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from peerd.commands.doctor.finding import CheckVerdict
+from peerd.commands.doctor.check_result import CheckVerdict
 from peerd.commands.doctor.run_checks import RunNeeds, run_checks
 from peerd.commands.plan.size_report import size_object
 from peerd.compute.codec.frames import to_frame

@@ -10,7 +10,7 @@ import pytest
 from peerd.core.messages.swarm import Done
 from peerd.machine.batch.batches import Batches, StageView
 from peerd.machine.swarm.events import TrainerReport
-from peerd.machine.swarm.revisions import ReaderVersions
+from peerd.machine.swarm.reader_versions import ReaderVersions
 
 LEASE_S = (30.0, 120.0)
 VIEW = StageView(lambda peer, stage: peer == "member", [False])

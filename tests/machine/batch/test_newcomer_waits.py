@@ -11,7 +11,7 @@ from peerd.core.messages.swarm import Done
 from peerd.machine.batch.batches import Batches, StageView
 from peerd.machine.batch.probation import Probation
 from peerd.machine.swarm.events import TrainerReport
-from peerd.machine.swarm.revisions import ReaderVersions
+from peerd.machine.swarm.reader_versions import ReaderVersions
 
 VIEW = StageView(lambda peer, stage: True, [False])
 LEASE_S = (30.0, 120.0)

@@ -20,7 +20,7 @@ from peerd.machine.swarm.events import (
     SendPrepare,
     TrainerReport,
 )
-from peerd.machine.swarm.revisions import ReaderVersions
+from peerd.machine.swarm.reader_versions import ReaderVersions
 from tests.worlds.machines.conducting import hello
 
 GENUINE = b"signed"

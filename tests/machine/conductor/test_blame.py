@@ -7,7 +7,7 @@ from peerd.machine.batch.batches import Batches
 from peerd.machine.conductor.blame import Blame
 from peerd.machine.positions.proven_positions import EstablishedMembers
 from peerd.machine.swarm.events import Note, Origin
-from peerd.machine.swarm.revisions import ReaderVersions
+from peerd.machine.swarm.reader_versions import ReaderVersions
 from peerd.machine.swarm.roster import Roster
 from tests.worlds.machines.conducting import hello
 

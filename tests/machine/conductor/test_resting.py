@@ -8,7 +8,7 @@ import pytest
 
 from peerd.core.messages.swarm import LineInfo, Position
 from peerd.machine.averaging.contributors import ContributorChoice
-from peerd.machine.conductor.resting import RestChoice
+from peerd.machine.conductor.rest_choice import RestChoice
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.machine.swarm.roster import START, Roster
 from tests.worlds.machines.conducting import hello

@@ -11,7 +11,7 @@ import pytest
 from peerd.core.experts.grid import Uid
 from peerd.core.ids import PeerId
 from peerd.core.messages.experts import CheckpointRef, Name
-from peerd.machine.experts.custody import SeenClaim
+from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.lineage import ExpertLineages
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
 from peerd.machine.owners.turns import AdopterTurns

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from peerd.core.messages.experts import CheckpointRef
-from peerd.machine.experts.custody import SeenClaim
+from peerd.machine.experts.orphan_watch import SeenClaim
 from peerd.machine.owners.lineage import ExpertLineages
 from peerd.machine.owners.owner_tree import ExpertReign, KeptCopy
 from tests.machine.owners.test_lineage import UID, P, peer, pointer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.machine.swarm.revisions import ReaderVersions
+from peerd.machine.swarm.reader_versions import ReaderVersions
 
 READERS = ("a", "b", "c")
 

@@ -13,9 +13,9 @@ from peerd.core.errors import Overloaded
 from peerd.core.messages.progress import StageProgress
 from peerd.core.messages.swarm import PostsHeld, WhichPosts
 from peerd.machine.swarm.placement import Move
-from peerd.service.conductor.placing import StageFinder
 from peerd.service.conductor.rivals import POSTS
-from peerd.service.rpc.types import Answer, Incoming
+from peerd.service.conductor.stage_finder import StageFinder
+from peerd.service.rpc.rpc_types import Answer, Incoming
 from peerd.service.run_services import RunServices
 from peerd.service.swarm.directory import StagePeer
 from peerd.sim.programs import swarm

@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from peerd.core.errors import LocalError, Overloaded, Refused, TooFewExperts
-from peerd.core.experts.contract import ExpertCall, ExpertReply, ServedBy
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply, ServedBy
 from peerd.core.experts.grid import Uid
 from peerd.core.messages.experts import Backward, Gradient
 from peerd.service.rpc.rpc import Answer, Incoming

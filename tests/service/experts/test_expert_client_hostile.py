@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.contract import ExpertCall
+from peerd.core.experts.expert_network import ExpertCall
 from peerd.core.experts.grid import Uid
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.experts import Output

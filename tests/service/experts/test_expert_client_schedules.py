@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from peerd.core.errors import Overloaded, Refused, TooFewExperts
-from peerd.core.experts.contract import ExpertCall
+from peerd.core.experts.expert_network import ExpertCall
 from peerd.core.experts.grid import Uid
 from peerd.core.messages.experts import Output
 from peerd.service.rpc.rpc import Answer, Incoming

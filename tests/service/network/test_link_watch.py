@@ -23,7 +23,7 @@ from peerd.machine.network.pair_meter import OwnLine
 from peerd.machine.swarm.events import ConductorConfig
 from peerd.net.host.host import Host
 from peerd.service.conductor.grants import GrantSigner
-from peerd.service.conductor.network_desk import FILLED_PEERS, REPORT_PAUSE_S, NetworkMapServer
+from peerd.service.conductor.network_map_server import FILLED_PEERS, REPORT_PAUSE_S, NetworkMapServer
 from peerd.service.conductor.tenure import Tenure
 from peerd.service.network.link_watch import LinkWatch, ReadMap
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc

@@ -14,7 +14,7 @@ from peerd.core.ids import PeerId
 from peerd.core.messages.handover import PassAnswer, PassRequest, RelayRequest, Ticket
 from peerd.machine.pipeline.microbatch_shapes import MicrobatchShapes
 from peerd.service.pipeline.next_stage import PASS
-from peerd.service.pipeline.relaying import TrainerRelay
+from peerd.service.pipeline.trainer_relay import TrainerRelay
 from peerd.service.rpc.rpc import Answer, Incoming
 from tests.worlds.machines.handing import GRADIENT, MARK, OWN, RUN, SAMPLES, TOKENS, WIDTH, Peers, frame, peer, ticket
 

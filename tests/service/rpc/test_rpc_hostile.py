@@ -24,7 +24,7 @@ from peerd.service.rpc.channel import Channel
 from peerd.service.rpc.loopback import LoopbackStream, local_pair
 from peerd.service.rpc.outbox import Outbox
 from peerd.service.rpc.rpc import Answer, Incoming, Rpc
-from peerd.service.rpc.types import RpcStream
+from peerd.service.rpc.rpc_types import RpcStream
 from tests.kit.declared import ANY, declared
 from tests.worlds.machines.fakehost import FakeHost, FakeNet, TrioClock, fake_net
 from tests.worlds.machines.rpc_cases import BIG, Held, Text, echo

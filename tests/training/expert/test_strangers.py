@@ -22,7 +22,7 @@ from peerd.service.experts.expert_directory import ExpertDirectory
 from peerd.service.experts.kept_directory import KeptDirectory
 from peerd.service.experts.vault_disk import digests_of
 from peerd.training.expert.host import OwnExpert
-from peerd.training.expert.keeping import VaultKeeper
+from peerd.training.expert.vault_keeper import VaultKeeper
 from tests.kit.expert_runs import expert_run
 from tests.training.expert.test_adoption import first_of, lose, owners, started
 from tests.worlds.machines.fake_experts import FakeExpert, FakeHosted

@@ -16,7 +16,7 @@ import torch
 from trio.testing import MockClock
 
 from peerd.core.errors import ConfigError
-from peerd.core.experts.contract import ExpertCall, ExpertReply
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply
 from peerd.core.run.runfile import (
     BatchSection,
     CheckpointSection,

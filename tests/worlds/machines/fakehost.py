@@ -18,7 +18,7 @@ from peerd.core.errors import Refused, Unreachable
 from peerd.core.ids import PeerId
 from peerd.machine.budget.book import Book
 from peerd.service.rpc.loopback import LoopbackStream, local_pair
-from peerd.service.rpc.types import RpcStream
+from peerd.service.rpc.rpc_types import RpcStream
 
 Handler = Callable[[RpcStream], Awaitable[None]]
 

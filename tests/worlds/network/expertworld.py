@@ -11,7 +11,7 @@ import numpy as np
 import trio
 
 from peerd.core.errors import Refused
-from peerd.core.experts.contract import ExpertCall
+from peerd.core.experts.expert_network import ExpertCall
 from peerd.core.experts.grid import Grid, Uid, bitmap, grid_of
 from peerd.core.frame import TensorFrame
 from peerd.core.messages.experts import Announced, Backward, Forward, Gradient, Name, Output

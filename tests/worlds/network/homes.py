@@ -11,7 +11,7 @@ import trio
 from peerd.core.addr import tcp_addr
 from peerd.net.host.host import Host, HostConfig
 from peerd.net.relay.circuit_transport import Circuits
-from peerd.service.connectivity.dcutr import HolePuncher
+from peerd.service.connectivity.hole_puncher import HolePuncher
 from peerd.service.connectivity.relay import Relay
 from peerd.sim.clock import SimClock
 from peerd.sim.nat import Internet, Kind, NatHome

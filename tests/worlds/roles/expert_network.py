@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from peerd.compute.codec.frames import from_frame, to_frame
 from peerd.core.errors import TooFewExperts
-from peerd.core.experts.contract import ExpertCall, ExpertReply, ServedBy
+from peerd.core.experts.expert_network import ExpertCall, ExpertReply, ServedBy
 from peerd.core.experts.grid import Uid, grid_of
 from peerd.core.run.runfile import ExpertsSection, RunFile
 

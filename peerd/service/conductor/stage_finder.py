@@ -25,7 +25,7 @@ from peerd.machine.rpc.declaration import Declaration, Shows
 from peerd.machine.swarm.placement import Arrival, Move, Need, Seat, VacancyWatch, place
 from peerd.service.conductor.conductor_client import ConductorClient
 from peerd.service.conductor.rivals import POSTS, Rivals
-from peerd.service.rpc.types import Answer, Incoming
+from peerd.service.rpc.rpc_types import Answer, Incoming
 
 DECLARED: Final = {POSTS: Declaration(shows=Shows.NOTHING, rows=None, memory_bytes=0, device_s=0.0)}
 _TOGETHER_S: Final = 1.0  # until we read the arrivals, so that peers that join at the same time see each other

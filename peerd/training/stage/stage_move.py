@@ -23,7 +23,7 @@ from peerd.core.model.stage_memory import StageFootprint
 from peerd.core.run.runfile import RunFile
 from peerd.machine.rebalance.ordered_moves import AGAIN_S
 from peerd.role import RoleContext
-from peerd.service.conductor.placing import StageFinder
+from peerd.service.conductor.stage_finder import StageFinder
 from peerd.service.run_services import RunServices
 from peerd.signals import Signal
 from peerd.training.stage.post import Post
